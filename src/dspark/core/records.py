@@ -1,0 +1,42 @@
+"""What one serving step leaves behind: the only source of every serving statistic.
+
+`engine` writes these records; evaluation, reports and (later) the simulator and the dashboard read them.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundRecord:
+    """One request in one decode step. Prefill leaves no RoundRecord."""
+
+    request: int
+    round: int
+    """Counts every round of the request, abandoned ones included."""
+    proposed: int
+    """Draft tokens made; 0 is plain decoding."""
+    admitted: int
+    """Draft tokens offered to verification (the verification budget is 1 + admitted)."""
+    accepted: int
+    """Accepted draft tokens, cut at the end of the text."""
+    emitted: int
+    """Tokens that reached the output: accepted + 1, without the + 1 when the text ended inside the run."""
+    ended: bool
+    """The text ended in this round (EOS, stop token or length)."""
+    confidence: tuple[float, ...] = ()
+    """Raw confidence logits per position, as the drafter gave them; empty without a confidence head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One step of the engine over its whole batch."""
+
+    step: int
+    batch_tokens: int
+    """Rows of the target's forward, prefill included, before any padding."""
+    padded_tokens: int
+    """The same after the row padding that exactness asked for."""
+    prefill_tokens: int
+    rounds: tuple[RoundRecord, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by phase: draft, schedule, verify (target forward), sample, commit."""
