@@ -1,0 +1,78 @@
+"""The `dspark` program: its commands, and what becomes of an error.
+
+A command is a plain function in a file of its own, with options from `cli.options`. It imports
+`recipes`, and with it torch, inside the function, so that `dspark --help` and a misspelt option
+answer at once.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from dspark import __version__
+from dspark.cli.output import print_error
+from dspark.core.errors import DSparkError
+
+COMMANDS: Mapping[str, Callable[..., None]] = {}
+"""Command name -> function."""
+
+
+def main() -> NoReturn:
+    """The console script."""
+    run(build_app(COMMANDS), sys.argv[1:])
+
+
+def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+    """The program with these commands; each function's docstring is its help."""
+    # `run` shows errors, in one line each: no boxes, no tracebacks with local variables.
+    app = typer.Typer(
+        name="dspark",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_program)
+    for name, command in commands.items():
+        app.command(name)(command)
+    return app
+
+
+def run(app: typer.Typer, args: Sequence[str]) -> NoReturn:
+    """Runs one command line and exits: 0 done, 1 failed, 2 bad input, 130 interrupted.
+
+    Typer itself ends with 2 on a bad command line, and with 130 on Ctrl-C once the command has
+    cleaned up after itself and let `KeyboardInterrupt` pass.
+    """
+    debug = "--debug" in args
+    try:
+        app(args=list(args), prog_name="dspark")
+    except DSparkError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(str(error))
+        sys.exit(error.exit_code)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        hint = "" if debug else " (--debug shows where)"
+        print_error(f"{type(error).__name__}: {error}{hint}")
+        sys.exit(1)
+    raise AssertionError("typer's standalone mode always exits")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dspark {__version__}")
+        raise typer.Exit
+
+
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Lossless speculative decoding: the same tokens, sooner."""

@@ -1,0 +1,77 @@
+"""Options that several commands share: one name, one meaning, one help text.
+
+Only the command line's shape is checked here. Values are checked by the classes that own them
+(`SamplingParams`, policies, loaders), so the Python API refuses the same things in the same words.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        help="Target model: a folder, a hub id or a GGUF file. Default: the embedded model.",
+        show_default=False,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Draft bundle: a folder or a hub id. Default: the one shipped for the embedded model.",
+        show_default=False,
+    ),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help="How many draft tokens to verify: off or fixed:N. Default: fixed:<block size>.",
+        show_default=False,
+    ),
+]
+Verification = Annotated[
+    str | None,
+    typer.Option(
+        help="Verification rule: rejection, or coupled (the default where a seed is given).",
+        show_default=False,
+    ),
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy decoding.")]
+TopK = Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 means all.")]
+TopP = Annotated[
+    float, typer.Option(help="Sample among the most likely tokens that reach this probability.")
+]
+MinP = Annotated[
+    float, typer.Option(help="Drop tokens less likely than this share of the most likely one.")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="The same seed gives the same text. Default: drawn anew.", show_default=False
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
+Prompts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help='Prompts, one {"turns": ["..."]} a line; a domain is the file\'s stem. '
+        "Repeatable. Default: the shipped ones.",
+        show_default=False,
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="Storage of the target's linear layers on a CPU. Default: the fastest exact one.",
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads. Default: one a core.", show_default=False)
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="End with one JSON document as the last line of the output.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -1,0 +1,144 @@
+"""The frame: which exit code and which words become of an error."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import pytest
+import typer
+
+from dspark.cli import options
+from dspark.cli.main import COMMANDS, build_app, run
+from dspark.core.errors import ConfigError, DSparkError, MissingExtraError
+
+
+def outcome(command: Callable[..., None], *args: str) -> int:
+    """The exit code of `dspark cmd ARGS`."""
+    with pytest.raises(SystemExit) as exit_:
+        run(build_app({"cmd": command}), ["cmd", *args])
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def command(debug: options.Debug = False) -> None:
+        """Fails."""
+        raise error
+
+    return command
+
+
+def test_done_is_0(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(temperature: options.Temperature = 0.0) -> None:
+        """Prints."""
+        print(temperature)
+
+    assert outcome(command, "--temperature", "0.5") == 0
+    assert capsys.readouterr().out == "0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("top_p is 2;\nit must be in (0, 1]"), 2, "top_p is 2; it must be in (0, 1]"),
+        (
+            MissingExtraError("matplotlib", "plots"),
+            2,
+            "matplotlib is not installed; run: pip install 'dspark[plots]'",
+        ),
+        (DSparkError("the run diverged"), 1, "the run diverged"),
+        (ValueError("oops"), 1, "ValueError: oops (--debug shows where)"),
+    ],
+)
+def test_an_error_is_one_line_and_its_code(
+    error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert outcome(raising(error)) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("error", [ConfigError("bad"), KeyError("bug")])
+def test_debug_shows_the_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(raising(error), "--debug") in (1, 2)
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_ctrl_c_is_130() -> None:
+    assert outcome(raising(KeyboardInterrupt())) == 130
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--temprature", "0"), "--temperature"),  # the nearest option, not only the wrong one
+        (("--temperature", "warm"), "warm"),
+        (("stray",), "stray"),
+    ],
+)
+def test_a_bad_command_line_is_2(
+    args: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(temperature: options.Temperature = 0.0) -> None:
+        """Never runs."""
+        raise AssertionError
+
+    assert outcome(command, *args) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_shared_options_have_the_documented_names() -> None:
+    def command(
+        prompt: Annotated[str, typer.Argument()],
+        target: options.Target = None,
+        draft: options.Draft = None,
+        policy: options.Policy = None,
+        verification: options.Verification = None,
+        temperature: options.Temperature = 0.0,
+        top_k: options.TopK = 0,
+        top_p: options.TopP = 1.0,
+        min_p: options.MinP = 0.0,
+        seed: options.Seed = None,
+        max_new_tokens: options.MaxNewTokens = 256,
+        prompts: options.Prompts = None,
+        weights: options.Weights = None,
+        threads: options.Threads = None,
+        json: options.Json = False,
+        debug: options.Debug = False,
+    ) -> None:
+        """Everything."""
+        assert (top_k, top_p, min_p, seed, max_new_tokens) == (5, 0.9, 0.1, 7, 3)
+        assert (target, draft, policy, verification) == ("t", "d", "fixed:4", "coupled")
+        assert prompts is not None and [path.name for path in prompts] == ["a.jsonl", "b.jsonl"]
+        assert (weights, threads, json, debug, temperature) == ("fp32", 2, True, True, 1.0)
+
+    line = (
+        "hello --target t --draft d --policy fixed:4 --verification coupled --temperature 1 "
+        "--top-k 5 --top-p 0.9 --min-p 0.1 --seed 7 --max-new-tokens 3 "
+        "--prompts a.jsonl --prompts b.jsonl --weights fp32 --threads 2 --json --debug"
+    )
+    assert outcome(command, *line.split()) == 0
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_help_is_quick_and_needs_no_torch(name: str | None) -> None:
+    args = [name] if name else []
+    script = (
+        "import sys; from dspark.cli import main as cli\n"
+        f"try: cli.run(cli.build_app(cli.COMMANDS), {[*args, '--help']!r})\n"
+        "finally: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    seconds = []
+    for _ in range(2):  # the first start compiles bytecode
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "False False"
+    # A second of processor time is the promise; the wall clock of a loaded machine gets some slack.
+    assert min(seconds) < 3.0
