@@ -77,7 +77,7 @@ def test_ctrl_c_is_130() -> None:
     ("args", "named"),
     [
         (("--temprature", "0"), "--temperature"),  # the nearest option, not only the wrong one
-        (("--temperature", "warm"), "warm"),
+        (("--temperature", "warm"), "--temperature"),
         (("stray",), "stray"),
     ],
 )
