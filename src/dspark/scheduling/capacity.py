@@ -1,0 +1,64 @@
+"""Capacity decided ahead of the round (paper, section 5.2).
+
+A pipelined engine must know the size of a step before the step before it has finished, so the
+number of draft tokens to verify comes from the survival of two rounds earlier. That is also what
+makes an unconstrained search lossless: it cannot see the tokens it decides about. Which tokens fill
+the capacity is then decided by the round's own survival (`search.top_k_admission`).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.scheduling.arrays import IntArray, NumberArray, as_numbers
+from dspark.scheduling.cost import SpsCurve
+from dspark.scheduling.search import unconstrained_search
+
+
+class LaggedSurvival:
+    """Remembers the survival of the last rounds, and gives out only what is `lag` rounds old.
+
+    In every round: first `before`, to decide the round's capacity, then `record`.
+    """
+
+    def __init__(self, prior_K: npt.ArrayLike, *, lag: int = 2) -> None:
+        """`prior_K` [K]: what to expect of a request without survival that old (say, means)."""
+        assert lag >= 1, f"lag is {lag}; capacity may not be decided from the round it decides"
+        self._prior_K = as_numbers(prior_K)
+        self._rounds: deque[dict[int, NumberArray]] = deque(maxlen=lag)
+        self._lag = lag
+
+    def before(self, requests: Sequence[int]) -> NumberArray:
+        """Survival [R, K] of these requests (by id), `lag` rounds before the round to decide."""
+        old = self._rounds[0] if len(self._rounds) == self._lag else {}
+        rows = [old.get(request, self._prior_K) for request in requests]
+        return np.array(rows, dtype=self._prior_K.dtype).reshape(len(rows), len(self._prior_K))
+
+    def record(self, requests: Sequence[int], survival_RK: npt.ArrayLike) -> None:
+        """Keeps the survival [R, K] of the requests that drafted in a round.
+
+        Once a round, after its capacity is decided; a round without any draft has no requests.
+        """
+        survival = as_numbers(survival_RK)
+        # Keyed by request, not by batch slot: a new request never inherits another's survival.
+        self._rounds.append(dict(zip(requests, survival.copy(), strict=True)))
+
+
+def lagged_capacity(
+    lagged_survival_RK: npt.ArrayLike,
+    sps: SpsCurve,
+    *,
+    prefill_tokens: int = 0,
+    max_admit_R: IntArray | None = None,
+) -> int:
+    """Draft tokens to verify in a round: the best count, had survival stayed as it was.
+
+    lagged_survival_RK: of this round's requests, from earlier rounds (`LaggedSurvival.before`).
+    The other arguments are this round's, as in `search.algorithm_1`.
+    """
+    lengths = unconstrained_search(
+        lagged_survival_RK, sps, prefill_tokens=prefill_tokens, max_admit_R=max_admit_R
+    )
+    return int(lengths.sum())
