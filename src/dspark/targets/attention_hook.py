@@ -1,0 +1,68 @@
+"""Our attention, registered with transformers under one name.
+
+transformers calls the registered function from inside every attention layer with whatever keyword
+arguments the model call carried; the step's plan and store arrive that way, so nothing is global.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from dspark.nn.attention import AttentionPlan, plain_attention, ragged_attention
+from dspark.nn.kv_cache import KVStore
+
+ATTENTION_NAME = "dspark_ragged"
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What attention needs of the running step; passed as the keyword argument `dspark_step`."""
+
+    plan: AttentionPlan
+    store: KVStore
+
+
+def step_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dspark_step: StepContext | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, N, D], key and value [1, KV, N, D] -> ([1, N, H, value_dim], None)."""
+    assert dspark_step is not None, "the target was called without its step"
+    plan, store = dspark_step.plan, dspark_step.store
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    store.write(layer, plan.batch.slots_N, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    rows = query[0].transpose(0, 1)
+    if softcap is None and s_aux is None:
+        out = ragged_attention(rows, plan, store, layer, scale=scale, window=sliding_window)
+    else:
+        out = plain_attention(
+            rows, plan, store, layer,
+            scale=scale, window=sliding_window, softcap=softcap, sinks_H=s_aux,
+        )  # fmt: skip
+    return out[None], None
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Ragged attention builds its own masks from the marker tensor."""
+    return
+
+
+def register() -> None:
+    AttentionInterface.register(ATTENTION_NAME, step_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+

@@ -1,0 +1,151 @@
+"""Swaps a loaded model's layers for faster ones that compute the same thing on a CPU.
+
+* `nn.Linear` becomes `PackedLinear`; q/k/v and gate/up projections that share an input become one product.
+* RMS norms become one fused call, where a numerical check shows that it is the same function.
+
+What a model does not have in the expected shape is left as it is: packing never changes what is computed
+beyond the rounding of the weight kind, which `targets.drift` measures.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dspark.nn.linear import ExactMode, ExactRows, PackedLinear, WeightKind, measure_exact_rows
+from dspark.targets.fast_path import FastDecoder
+
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class _SharedProduct:
+    """One product for siblings that are called one after another on the same tensor."""
+
+    def __init__(self, product: PackedLinear, widths: list[int]) -> None:
+        self.product = product
+        self.widths = widths
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def get(self, x: Tensor, index: int) -> Tensor:
+        if self._input is not x:
+            self._outputs = self.product(x).split(self.widths, dim=-1)
+            self._input = x
+        output = self._outputs[index]
+        if index == len(self.widths) - 1:
+            # The last sibling has been served: hold nothing across layers and steps.
+            self._input, self._outputs = None, ()
+        return output
+
+
+class _Sibling(nn.Module):
+    def __init__(self, shared: _SharedProduct, index: int) -> None:
+        super().__init__()
+        self.shared = shared
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared.get(x, self.index)
+
+
+class FusedRMSNorm(nn.Module):
+    """x / rms(x) * weight in one call."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    mode: ExactMode
+    """The switch of exact mode, shared by all packed layers."""
+    fast: FastDecoder | None
+    """The short forward, where the model has its shape."""
+
+
+def pack_model(model: Any, kind: WeightKind, *, allow_fast: bool = True) -> Packed:
+    """Packs every linear layer and norm of `model` in place."""
+    mode = ExactMode()
+    fast = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that its quantised prepack is old
+        decoder = model.get_decoder()
+        if allow_fast and FastDecoder.fits(decoder):
+            fast = FastDecoder(decoder, kind, mode)
+            decoder.layers = nn.ModuleList()  # their weights live on in `fast`, packed
+        for parent in list(model.modules()):
+            _fuse_siblings(parent, kind, mode)
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, PackedLinear(child.weight, child.bias, kind, mode))
+                elif (norm := _fused_norm(child)) is not None:
+                    setattr(parent, name, norm)
+        _measure_exactness([*packed_layers(model), *(packed_layers(fast) if fast else ())])
+    return Packed(mode, fast)
+
+
+def packed_layers(model: nn.Module) -> Iterable[PackedLinear]:
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            yield module
+        elif isinstance(module, _Sibling) and module.index == 0:
+            yield module.shared.product
+
+
+def _fuse_siblings(parent: nn.Module, kind: WeightKind, mode: ExactMode) -> None:
+    for names in _SIBLINGS:
+        layers = [getattr(parent, name, None) for name in names]
+        linear = [layer for layer in layers if type(layer) is nn.Linear]
+        if len(linear) != len(names) or len({layer.in_features for layer in linear}) != 1:
+            continue
+        weight = torch.cat([layer.weight for layer in linear])
+        biases = [layer.bias for layer in linear]
+        bias = None
+        if any(b is not None for b in biases):
+            bias = torch.cat(
+                [
+                    b if b is not None else torch.zeros(layer.out_features)
+                    for b, layer in zip(biases, linear, strict=True)
+                ]
+            )
+        shared = _SharedProduct(
+            PackedLinear(weight, bias, kind, mode), [layer.out_features for layer in linear]
+        )
+        for index, name in enumerate(names):
+            setattr(parent, name, _Sibling(shared, index))
+
+
+def _fused_norm(module: nn.Module) -> FusedRMSNorm | None:
+    """A fused norm if `module` is one, judged by what it computes and not by its name alone."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if eps is None or weight.ndim != 1:
+        return None
+    probe = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = module(probe)
+    for candidate in (weight.detach().float(), 1.0 + weight.detach().float()):  # Gemma stores w - 1
+        fused = FusedRMSNorm(candidate.clone(), float(eps))
+        if torch.allclose(fused(probe), expected, rtol=1e-5, atol=1e-6):
+            return fused
+    return None
+
+
+def _measure_exactness(layers: list[PackedLinear]) -> None:
+    measured: dict[tuple[WeightKind, int, int], ExactRows | None] = {}
+    for layer in layers:
+        key = (layer.kind, layer.in_features, layer.out_features)
+        if key not in measured:
+            measured[key] = measure_exact_rows(*key)
+        layer.exact_rows = measured[key]
