@@ -35,7 +35,7 @@ print(hashlib.sha256(b"\0".join([*parts, *(a.encode() for a in sys.argv[1:])])).
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return
     fi
-    local pip=("$python" -m pip --disable-pip-version-check --quiet)
+    local pip=("$python" -m pip --disable-pip-version-check -qq) # errors only
     # torch first and alone: by far the largest download, so it should fail or succeed visibly.
     say "installing PyTorch (the first time takes a few minutes)"
     "${pip[@]}" install -c "$root/constraints.txt" torch
