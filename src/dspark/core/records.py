@@ -4,6 +4,13 @@
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+TokenFate = Literal["accepted", "corrected", "bonus", "plain"]
+"""How an output token came about: a draft token that was accepted, the target's token after a rejection,
+the target's token after a whole accepted run, or plain decoding (prefill's first token included)."""
+
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +40,7 @@ class StepRecord:
 
     step: int
     batch_tokens: int
-    """Rows of the target's forward, prefill included, before any padding."""
-    padded_tokens: int
-    """The same after the row padding that exactness asked for."""
+    """Rows of the target's forward, prefill included."""
     prefill_tokens: int
     rounds: tuple[RoundRecord, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,82 @@
+"""The ragged batch of one step: decode, verification and prefill rows side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.engine.request import RequestState
+from dspark.nn.seams import DraftBlock, RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    ragged: RaggedBatch
+    logit_rows_M: Tensor
+    """Rows that are sampled from: all rows of decoding requests, the last row of finished prompts."""
+    row_params: tuple[int, ...]
+    """For each of the M rows: index into `sampled`."""
+    sampled: tuple[RequestState, ...]
+    """Requests that get a token this step: the decoding ones, then those whose prompt ends here."""
+    admitted: tuple[int, ...]
+    """Draft tokens to verify, per sampled request."""
+    prefill: tuple[tuple[RequestState, int], ...]
+    """Prefilling requests and the prompt tokens of theirs in this step."""
+
+
+def build_batch(
+    decoding: Sequence[RequestState],
+    prefilling: Sequence[RequestState],
+    draft: DraftBlock | None,
+    admitted: Sequence[int],
+    *,
+    chunk_tokens: int,
+    row_exact: bool,
+) -> StepBatch:
+    """Each decoding request brings its anchor and `admitted` draft tokens, each prompt its next chunk."""
+    drafted = draft.tokens_RK.tolist() if draft is not None else []
+    runs: list[tuple[RequestState, list[int]]] = []
+    for r, state in enumerate(decoding):
+        tokens = drafted[r][: admitted[r]] if admitted[r] else []
+        runs.append((state, [state.anchor, *tokens]))
+    chunks = []
+    for state in prefilling:
+        chunk = list(state.request.prompt[state.cached : state.cached + chunk_tokens])
+        chunks.append((state, len(chunk)))
+        runs.append((state, chunk))
+
+    starts = [0]
+    logit_rows: list[int] = []
+    row_params: list[int] = []
+    sampled: list[RequestState] = []
+    for index, (state, tokens) in enumerate(runs):
+        start = starts[-1]
+        starts.append(start + len(tokens))
+        decodes = index < len(decoding)
+        if decodes or state.cached + len(tokens) == len(state.request.prompt):
+            rows = range(start, starts[-1]) if decodes else range(starts[-1] - 1, starts[-1])
+            logit_rows += rows
+            row_params += [len(sampled)] * len(rows)
+            sampled.append(state)
+    spans = [(state, state.cached, state.cached + len(tokens)) for state, tokens in runs]
+    ragged = RaggedBatch(
+        tokens_N=torch.tensor([token for _, tokens in runs for token in tokens]),
+        positions_N=torch.cat([torch.arange(start, end) for _, start, end in spans]),
+        requests_N=torch.repeat_interleave(
+            torch.arange(len(runs)), torch.tensor([len(tokens) for _, tokens in runs])
+        ),
+        slots_N=torch.cat([state.table.slots(start, end) for state, start, end in spans]),
+        starts=tuple(starts),
+        context_lengths=tuple(end for _, _, end in spans),
+        tables=tuple(state.table for state, _ in runs),
+        exact=row_exact and any(state.request.exact for state, _ in runs),
+    )
+    return StepBatch(
+        ragged=ragged,
+        logit_rows_M=torch.tensor(logit_rows, dtype=torch.int64),
+        row_params=tuple(row_params),
+        sampled=tuple(sampled),
+        admitted=(*admitted, *[0] * (len(sampled) - len(decoding))),
+        prefill=tuple(chunks),
+    )

@@ -1,0 +1,25 @@
+"""How an engine is set up."""
+
+from dataclasses import dataclass
+
+from dspark.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    max_requests: int = 32
+    """Requests that decode at once; more wait."""
+    chunk_tokens: int = 512
+    """Prompt tokens of one request in one step (chunked prefill)."""
+    cache_tokens: int = 32 * 1024
+    """KV budget of target and drafter together, in tokens."""
+    page_size: int = 64
+    """Tokens of a page."""
+    row_exact: bool = True
+    """Make a row's result independent of the batch, for batches that hold a greedy or `coupled` request
+    (law 5). Off is for timing plain decoding without tiles that only speculation needs."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "chunk_tokens", "cache_tokens", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -1,0 +1,351 @@
+"""The serving engine: one step is draft, schedule, batch, verify, commit, record (DESIGN section 4)."""
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from dspark.core.errors import ConfigError, PromptError
+from dspark.core.random import RequestRandom
+from dspark.core.records import FinishReason, RoundRecord, StepRecord, TokenFate
+from dspark.core.sampling import SamplingParams
+from dspark.engine.alarm import AcceptanceAlarm
+from dspark.engine.batch import StepBatch, build_batch
+from dspark.engine.config import EngineConfig
+from dspark.engine.request import Request, RequestState, TokenEvent
+from dspark.nn.attention import KEY_TILE
+from dspark.nn.kv_cache import KVStore, PagePool
+from dspark.nn.noise import RequestNoise, StepNoise
+from dspark.nn.sampling import SamplingRows, probs_from_logits
+from dspark.nn.seams import DraftBlock, Drafter, Target, TargetOutput
+from dspark.nn.verification import Verified, verify
+from dspark.scheduling.policies import Policy, RoundView, check_rule
+from dspark.scheduling.survival import conditional_confidence, survival_probabilities
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Generates for many requests at once. Owns their pages, their state and nothing else.
+
+    `records` receives a StepRecord a step; `clock` is only read for them.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        policy: Policy,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if policy.drafts and drafter is None:
+            raise ConfigError(f"policy {policy.name!r} needs a drafter; give one, or use off")
+        self.target = target
+        self.drafter = drafter if policy.drafts else None
+        self.policy = policy
+        self.config = config or EngineConfig()
+        self.clock = clock
+        self.records: list[StepRecord] = []
+        self.waiting: deque[Request] = deque()
+        self.running: list[RequestState] = []
+        self.alarm = AcceptanceAlarm()
+        self._eos = frozenset(target.eos_token_ids)
+        self._next_id = 0
+        self._step = 0
+        size = self.config.page_size
+        self.pool = PagePool(-(-self.config.cache_tokens // size), size)
+        slots = self.pool.num_pages * size
+        self.store = KVStore(target.kv_shape, slots, read_ahead=KEY_TILE, device=target.device)
+        self.draft_store = (
+            KVStore(self.drafter.kv_shape, slots, read_ahead=KEY_TILE, device=target.device)
+            if self.drafter is not None
+            else None
+        )
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, choice: int = 0) -> int:
+        """Queues a request and returns its id. Raises PromptError or ConfigError if it cannot run."""
+        limit = min(self.target.max_context, self.pool.num_pages * self.pool.page_size)
+        if not prompt:
+            raise PromptError("the prompt is empty; give it some text")
+        if len(prompt) + params.max_new_tokens > limit:
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}; "
+                f"together they must fit the context of {limit} tokens"
+            )
+        if not all(0 <= token < self.target.vocab_size for token in prompt):
+            raise PromptError(f"prompt token ids must be in [0, {self.target.vocab_size})")
+        if params.temperature > 0:
+            check_rule(self.policy, params.rule)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        request = Request(self._next_id, tuple(prompt), params, seed, choice)
+        self._next_id += 1
+        self.waiting.append(request)
+        return request.id
+
+    def cancel(self, request_ids: Iterable[int] | None = None) -> None:
+        """Drops requests wherever they are and frees their pages; all of them by default."""
+        wanted = None if request_ids is None else set(request_ids)
+        self.waiting = deque(r for r in self.waiting if wanted is not None and r.id not in wanted)
+        for state in list(self.running):
+            if wanted is None or state.request.id in wanted:
+                self._retire(state)
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def run(self) -> Iterator[TokenEvent]:
+        """Steps until every request is done."""
+        while not self.idle:
+            yield from self.step()
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """One forward of the target over everything that is running."""
+        clock, seconds = self.clock, {}
+        started = clock()
+        self._admit_waiting()
+        decoding = [state for state in self.running if not state.prefilling]
+        prefilling = [state for state in self.running if state.prefilling]
+
+        wanted = self.policy.wants_draft(self._view(decoding, prefilling))
+        draft = self._draft(decoding, wanted)
+        seconds["draft"] = -started + (started := clock())
+
+        drafted = wanted if draft is not None else np.zeros_like(wanted)
+        admitted = self.policy.admit(self._view(decoding, prefilling, drafted, draft)).tolist()
+        batch = build_batch(
+            decoding, prefilling, draft, admitted,
+            chunk_tokens=self.config.chunk_tokens, row_exact=self.config.row_exact,
+        )  # fmt: skip
+        seconds["schedule"] = -started + (started := clock())
+
+        output = self.target.forward(
+            batch.ragged, self.store, logit_rows_M=batch.logit_rows_M, tap_layers=self._taps
+        )
+        seconds["verify"] = -started + (started := clock())
+
+        verified = self._verify(batch, draft, output)
+        seconds["sample"] = -started + (started := clock())
+
+        events, rounds = self._commit(batch, drafted, draft, verified)
+        self._extend_draft_context(batch, verified, output)
+        seconds["commit"] = clock() - started
+        self._record(batch, rounds, seconds)
+        return events
+
+    def _draft(self, decoding: list[RequestState], wanted: np.ndarray) -> DraftBlock | None:
+        """Blocks for the requests that want one; None when none does. Rows are the decoding requests."""
+        chosen = np.flatnonzero(wanted)
+        if self.drafter is None or self.draft_store is None or len(chosen) == 0:
+            return None
+        states = [decoding[r] for r in chosen]
+        rounds = [state.peek_round() for state in states]
+        block = self.drafter.draft(
+            torch.tensor([state.anchor for state in states]),
+            torch.tensor([state.cached for state in states]),
+            [state.table for state in states],
+            self.draft_store,
+            sampling=[state.request.params for state in states],
+            noise=StepNoise(rounds, self.drafter.block_size),
+        )
+        return block if len(states) == len(decoding) else _spread(block, chosen, len(decoding))
+
+    def _verify(
+        self, batch: StepBatch, draft: DraftBlock | None, output: TargetOutput
+    ) -> Verified | None:
+        if not batch.sampled:
+            return None
+        params = [state.request.params for state in batch.sampled]
+        probs_MV = probs_from_logits(
+            output.logits_MV, SamplingRows.of(params, batch.row_params, output.logits_MV.device)
+        )
+        noise = StepNoise([state.peek_round() for state in batch.sampled])
+        if draft is not None and len(batch.sampled) > draft.tokens_RK.shape[0]:
+            rows = np.arange(draft.tokens_RK.shape[0])
+            draft = _spread(draft, rows, len(batch.sampled))  # finished prompts have no draft
+        return verify(probs_MV, batch.admitted, draft, noise.verification(batch.admitted))
+
+    def _commit(
+        self,
+        batch: StepBatch,
+        drafted: np.ndarray,
+        draft: DraftBlock | None,
+        verified: Verified | None,
+    ) -> tuple[list[TokenEvent], list[RoundRecord]]:
+        """Walks each request's new tokens in order; whatever ends the text ends it there."""
+        for state, count in batch.prefill:
+            state.cached += count
+        events: list[TokenEvent] = []
+        rounds: list[RoundRecord] = []
+        if verified is None:
+            return events, rounds
+        proposals = draft.tokens_RK.tolist() if draft is not None else []
+        confidences = _confidence_rows(draft)
+        accepted_counts, next_tokens = verified.accepted_R.tolist(), verified.next_token_R.tolist()
+        for r, state in enumerate(batch.sampled):
+            first = not state.output
+            admitted, accepted = batch.admitted[r], accepted_counts[r]
+            run = [*(proposals[r][:accepted] if accepted else []), next_tokens[r]]
+            tokens, finished = self._walk(state, run)
+            fates = _fates(admitted, accepted)[: len(tokens)]
+            state.output += tokens
+            if not first:
+                proposed = self.drafter is not None and bool(drafted[r])
+                state.cached += 1 + accepted  # the anchor and the accepted tokens have K/V now
+                rounds.append(
+                    RoundRecord(
+                        request=state.request.id,
+                        round=state.rounds,
+                        proposed=len(proposals[r]) if proposed else 0,
+                        admitted=admitted,
+                        accepted=min(accepted, len(tokens)),
+                        emitted=len(tokens),
+                        ended=finished is not None,
+                        confidence=confidences[r] if proposed and confidences else (),
+                    )
+                )
+            state.rounds += 1
+            events.append(TokenEvent(state.request.id, tuple(tokens), fates, finished))
+            if finished is not None:
+                self._retire(state)
+        return events, rounds
+
+    def _walk(self, state: RequestState, run: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens of `run` up to the end of the text, and why it ended."""
+        params = state.request.params
+        for index, token in enumerate(run):
+            ends = token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)
+            if ends:
+                return run[: index + 1], "stop"
+            if index + 1 == state.remaining:
+                return run[: index + 1], "length"
+        return run, None
+
+    def _extend_draft_context(
+        self, batch: StepBatch, verified: Verified | None, output: TargetOutput
+    ) -> None:
+        """Every committed position's features become context K/V, once (law 7)."""
+        if self.drafter is None or self.draft_store is None:
+            return
+        assert output.taps_NF is not None
+        ragged = batch.ragged
+        accepted = verified.accepted_R.tolist() if verified is not None else []
+        rows: list[int] = []
+        decoding = len(ragged.tables) - len(batch.prefill)
+        for r in range(len(ragged.tables)):
+            end = ragged.starts[r] + 1 + accepted[r] if r < decoding else ragged.starts[r + 1]
+            if ragged.tables[r].pages:  # finished requests have given theirs back
+                rows += range(ragged.starts[r], end)
+        if rows:
+            index = torch.tensor(rows)
+            self.drafter.extend_context(
+                output.taps_NF[index], ragged.positions_N[index], ragged.slots_N[index], self.draft_store
+            )
+
+    # -- bookkeeping ------------------------------------------------------------------------------
+
+    @property
+    def _taps(self) -> tuple[int, ...]:
+        return self.drafter.tap_layers if self.drafter is not None else ()
+
+    def _admit_waiting(self) -> None:
+        while self.waiting and len(self.running) < self.config.max_requests:
+            request = self.waiting[0]
+            if self.pool.pages_for(request.most_tokens) > self.pool.free_pages:
+                assert self.running, "an idle engine has room for every request it took"
+                return
+            self.waiting.popleft()
+            noise = RequestNoise(
+                RequestRandom(request.seed, request.choice),
+                request.params, self.target.vocab_size, self.target.device,
+            )  # fmt: skip
+            table = self.pool.allocate(request.most_tokens)
+            self.running.append(RequestState(request, noise, table))
+
+    def _view(
+        self,
+        decoding: list[RequestState],
+        prefilling: list[RequestState],
+        drafted: np.ndarray | None = None,
+        draft: DraftBlock | None = None,
+    ) -> RoundView:
+        """What the policy may know; `drafted` [R] says, after drafting, who has a draft."""
+        block_size = self.drafter.block_size if self.drafter is not None else 0
+        room = np.array(
+            [max(0, min(block_size, state.remaining - 1)) for state in decoding], dtype=np.int64
+        )
+        confidence = None
+        if draft is not None and draft.confidence_RK is not None:
+            confidence = conditional_confidence(draft.confidence_RK.double().numpy())
+        return RoundView(
+            step=self._step,
+            requests=tuple(state.request.id for state in decoding),
+            rounds=tuple(state.rounds for state in decoding),
+            block_size=block_size,
+            prefill_tokens=sum(
+                min(self.config.chunk_tokens, len(state.request.prompt) - state.cached)
+                for state in prefilling
+            ),
+            max_admit_R=room if drafted is None else np.where(drafted, room, 0),
+            confidence_RK=confidence,
+            survival_RK=None if confidence is None else survival_probabilities(confidence),
+        )
+
+    def _record(
+        self, batch: StepBatch, rounds: list[RoundRecord], seconds: dict[str, float]
+    ) -> None:
+        record = StepRecord(
+            step=self._step,
+            batch_tokens=len(batch.ragged.tokens_N),
+            prefill_tokens=sum(count for _, count in batch.prefill),
+            rounds=tuple(rounds),
+            seconds=seconds,
+        )
+        self._step += 1
+        self.records.append(record)
+        self.policy.observe(record)
+        if (warning := self.alarm.observe(record)) is not None:
+            logger.warning(warning)
+        if self.idle:
+            self.pool.check_integrity([])
+
+    def _retire(self, state: RequestState) -> None:
+        self.running.remove(state)
+        self.pool.release(state.table)
+
+
+def _spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
+    """The same block with row i at `rows[i]` of `count`; the other rows are never admitted."""
+    index = torch.from_numpy(rows)
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(count, *values.shape[1:]).index_copy_(0, index, values)
+
+    return DraftBlock(
+        spread(block.tokens_RK),
+        spread(block.candidates_RKC),
+        spread(block.probs_RKC),
+        None if block.confidence_RK is None else spread(block.confidence_RK),
+    )
+
+
+def _fates(admitted: int, accepted: int) -> tuple[TokenFate, ...]:
+    if admitted == 0:
+        return ("plain",)
+    return ("accepted",) * accepted + ("bonus" if accepted == admitted else "corrected",)
+
+
+def _confidence_rows(draft: DraftBlock | None) -> list[tuple[float, ...]]:
+    if draft is None or draft.confidence_RK is None:
+        return []
+    return [tuple(row) for row in draft.confidence_RK.tolist()]

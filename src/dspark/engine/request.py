@@ -1,0 +1,71 @@
+"""A request, and what the engine keeps of it while it runs."""
+
+from dataclasses import dataclass, field
+
+from dspark.core.records import FinishReason, TokenFate
+from dspark.core.sampling import SamplingParams
+from dspark.nn.kv_cache import PageTable
+from dspark.nn.noise import RequestNoise, Round
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to generate."""
+
+    id: int
+    """Never used again in one engine; in no random key."""
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """The seed that is used: the request's own, or one drawn at admission."""
+    choice: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Its tokens are promised not to depend on the batch."""
+        return self.params.temperature == 0 or self.params.rule == "coupled"
+
+    @property
+    def most_tokens(self) -> int:
+        """Positions it can ever hold: what is reserved at admission."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Tokens one step added to a request's output."""
+
+    request: int
+    tokens: tuple[int, ...]
+    fates: tuple[TokenFate, ...]
+    finished: FinishReason | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    request: Request
+    noise: RequestNoise
+    table: PageTable
+    """Reserved whole at admission, so that no draft is ever cut for want of a page (law 2)."""
+    cached: int = 0
+    """Positions whose target K/V (and, with a drafter, context K/V) are in the cache."""
+    output: list[int] = field(default_factory=list)
+    rounds: int = 0
+    """Number of the next round; prefill's first token is round 0."""
+
+    @property
+    def prefilling(self) -> bool:
+        return self.cached < len(self.request.prompt)
+
+    @property
+    def anchor(self) -> int:
+        """The last emitted token: nobody has its K/V yet."""
+        return self.output[-1]
+
+    @property
+    def remaining(self) -> int:
+        return self.request.params.max_new_tokens - len(self.output)
+
+    def peek_round(self) -> Round:
+        """The round this step runs; the engine counts it when it commits."""
+        return Round(self.noise, self.rounds, len(self.output))

@@ -1,0 +1,220 @@
+"""From a folder, a hub id, a GGUF file or nothing (the embedded model) to a running target."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dspark.core.errors import MissingExtraError, TargetError
+from dspark.nn.linear import WeightKind, best_kind, check_kind
+from dspark.nn.seams import Binding
+from dspark.targets.embedded import NAME as EMBEDDED_NAME
+from dspark.targets.embedded import embedded_gguf
+from dspark.targets.hf import HFTarget
+from dspark.targets.identity import embedding_hash
+from dspark.targets.pack import pack_model
+from dspark.targets.support import check_supported
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    target: HFTarget
+    binding: Binding
+    tokenizer: Any
+    name: str
+    weights: WeightKind | None
+    """None: the model's own layers (not on a CPU)."""
+
+
+def load_target(
+    source: str | None = None,
+    *,
+    weights: WeightKind | None = None,
+    device: str = "cpu",
+    template_hash: Callable[[Any], str | None],
+    init_layers: int = 0,
+    trust_remote_code: bool = False,
+    say: Say = logger.info,
+) -> LoadedTarget:
+    """Loads, checks and packs a target.
+
+    source: a folder, a `.gguf` file, a hub id; None is the embedded SmolLM2.
+    weights: kind of packed CPU weights; None picks what suits the processor.
+    init_layers: how many of the last decoder layers' weights to keep in the binding, for training.
+    say: receives start-up lines for people.
+
+    Raises TargetError for what is missing, broken or unsupported.
+    """
+    model, tokenizer, name = read_model(source, trust_remote_code=trust_remote_code, say=say)
+    check_supported(model)
+    model = model.float().to(device)
+    binding = make_binding(model, name, tokenizer, template_hash, init_layers)
+    if device != "cpu":
+        return LoadedTarget(HFTarget(model), binding, tokenizer, name, None)
+    if weights is None:
+        weights, reason = best_kind()
+        say(f"weights: {weights} ({reason})")
+    check_kind(weights)
+    packed = pack_model(model, weights)
+    target = HFTarget(model, mode=packed.mode, fast=packed.fast)
+    return LoadedTarget(target, binding, tokenizer, name, weights)
+
+
+def read_model(
+    source: str | None, *, trust_remote_code: bool = False, say: Say = logger.info
+) -> tuple[Any, Any, str]:
+    """The transformers model (float32 or as stored), its tokenizer and a name for it."""
+    name = source or EMBEDDED_NAME
+    if source is None:
+        source = str(_converted_gguf(embedded_gguf(), say))
+    elif source.endswith(".gguf"):
+        path = Path(source)
+        if not path.is_file():
+            raise TargetError(f"there is no GGUF file {source}")
+        name, source = path.stem, str(_converted_gguf(path, say))
+    elif Path(source).exists() or source.startswith((".", "/", "~")):
+        folder = Path(source).expanduser()
+        if not (folder / "config.json").is_file():
+            raise TargetError(f"{source} is not a model folder: it has no config.json")
+        name, source = folder.resolve().name, str(folder)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype="auto", trust_remote_code=trust_remote_code
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers, safetensors and the hub client share no base class
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TargetError(f"cannot load the target {name}: {first}") from error
+    return model, tokenizer, name
+
+
+def make_binding(
+    model: Any,
+    name: str,
+    tokenizer: Any,
+    template_hash: Callable[[Any], str | None],
+    init_layers: int = 0,
+) -> Binding:
+    """The binding of a freshly loaded, not yet packed model."""
+    config = model.get_decoder().config
+    embedding = model.get_input_embeddings().weight.detach().float()
+    head = model.get_output_embeddings().weight.detach().float()
+    layers = model.get_decoder().layers[len(model.get_decoder().layers) - init_layers :]
+    return Binding(
+        embedding_VD=embedding,
+        embedding_scale=_embedding_scale(model, config),
+        lm_head_VD=embedding if torch.equal(head, embedding) else head,
+        logit_scale=_logit_scale(config),
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        num_target_layers=config.num_hidden_layers,
+        mask_token_id=_mask_token_id(tokenizer, config.vocab_size),
+        target_name=name,
+        embedding_hash=embedding_hash(embedding),
+        chat_template_hash=template_hash(tokenizer),
+        init_layers=tuple(_layer_weights(layer) for layer in layers) if init_layers else (),
+    )
+
+
+def _layer_weights(layer: Any) -> dict[str, Tensor]:
+    return {key: value.detach().float().clone() for key, value in layer.state_dict().items()}
+
+
+def _embedding_scale(model: Any, config: Any) -> float:
+    scale = getattr(model.get_input_embeddings(), "embed_scale", None)  # Gemma 3
+    if scale is not None:
+        return float(scale)
+    if config.model_type in ("gemma", "gemma2"):
+        return float(config.hidden_size**0.5)
+    return float(getattr(config, "embedding_multiplier", 1.0))  # Granite
+
+
+def _logit_scale(config: Any) -> float:
+    if getattr(config, "logits_scaling", None):  # Granite divides
+        return 1.0 / float(config.logits_scaling)
+    return float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
+
+
+def _mask_token_id(tokenizer: Any, vocab_size: int) -> int:
+    """A token id that never stands in text: the tokenizer's mask, a reserved one, else padding."""
+    if getattr(tokenizer, "mask_token_id", None) is not None:
+        return int(tokenizer.mask_token_id)
+    if len(tokenizer) < vocab_size:  # an id beyond the tokenizer's own
+        return len(tokenizer)
+    for token in ("<reponame>", "<|fim_pad|>", "<unused0>", "<|reserved_special_token_0|>"):
+        index = tokenizer.convert_tokens_to_ids(token)
+        if index is not None and index != tokenizer.unk_token_id:
+            return int(index)
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+
+
+def _converted_gguf(path: Path, say: Say) -> Path:
+    """The folder of safetensors that this GGUF was converted to; converts it the first time.
+
+    The cache key is the file's content, so a replaced file is converted again.
+    """
+    folder = _cache_folder() / "targets" / f"{path.stem}-{_file_hash(path)[:16]}"
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        import accelerate  # noqa: F401  (transformers needs both to read a GGUF)
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(str(error.name), "gguf") from error
+    say(f"converting {path.name} to safetensors (once) ...")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # the gguf reader raises whatever a broken file leads it to
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TargetError(f"cannot read the GGUF file {path.name}: {first}") from error
+    # The weights are dequantised now; the entry that says otherwise would make saving refuse.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        _record_source(scratch, path)
+        scratch.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():  # else another process was first
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _record_source(folder: Path, path: Path) -> None:
+    (folder / "source.json").write_text(json.dumps({"gguf": path.name, "sha256": _file_hash(path)}))
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(
+            hashlib, "file_digest"
+        ) else hashlib.sha256(file.read()).hexdigest()
+
+
+def _cache_folder() -> Path:
+    if "DSPARK_CACHE" in os.environ:
+        return Path(os.environ["DSPARK_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dspark"
