@@ -1,0 +1,59 @@
+"""Capacity from rounds before."""
+
+import numpy as np
+import pytest
+
+from dspark.scheduling.capacity import LaggedSurvival, lagged_capacity
+from dspark.scheduling.cost import SpsCurve
+
+PRIOR = [0.7, 0.4]
+
+
+def test_survival_comes_from_two_rounds_before() -> None:
+    history = LaggedSurvival(PRIOR)
+    for step in range(4):
+        expected = PRIOR if step < 2 else [0.1 * (step - 2)] * 2
+        assert history.before([7]).tolist() == [expected]
+        history.record([7], np.full((1, 2), 0.1 * step))
+
+
+def test_only_survival_of_the_same_request_that_old_counts() -> None:
+    history = LaggedSurvival(PRIOR, lag=1)
+    history.record([7, 8], [[0.9, 0.8], [0.3, 0.2]])
+    assert history.before([8, 9, 7]).tolist() == [[0.3, 0.2], PRIOR, [0.9, 0.8]]
+    history.record([9], [[0.5, 0.5]])
+    assert history.before([8, 9]).tolist() == [PRIOR, [0.5, 0.5]]
+
+
+def test_a_round_without_drafts_passes_time() -> None:
+    history = LaggedSurvival(PRIOR)
+    history.record([7], [[0.9, 0.8]])
+    history.record([], np.zeros((0, 2)))
+    assert history.before([7]).tolist() == [[0.9, 0.8]]
+    history.record([], np.zeros((0, 2)))
+    assert history.before([7]).tolist() == [PRIOR]
+
+
+def test_what_is_recorded_cannot_be_changed_later() -> None:
+    history = LaggedSurvival(PRIOR, lag=1)
+    survival_RK = np.array([[0.9, 0.8]])
+    history.record([7], survival_RK)
+    survival_RK[:] = 0.0
+    assert history.before([7]).tolist() == [[0.9, 0.8]]
+
+
+def test_no_requests() -> None:
+    assert LaggedSurvival(PRIOR).before([]).shape == (0, 2)
+
+
+def test_a_lag_of_zero_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="lag is 0"):
+        LaggedSurvival(PRIOR, lag=0)
+
+
+def test_capacity_is_the_best_count_of_the_older_survival() -> None:
+    sps = SpsCurve.from_points([1, 2, 3, 4, 5, 6], [1.0, 0.9, 0.9, 0.9, 0.3, 0.3])
+    survival_RK = np.array([[0.9, 0.8], [0.7, 0.1]])
+    assert lagged_capacity(survival_RK, sps) == 2
+    assert lagged_capacity(survival_RK, sps, prefill_tokens=1) == 1
+    assert lagged_capacity(survival_RK, sps, max_admit_R=np.array([0, 1])) == 1
