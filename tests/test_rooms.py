@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import dspark
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "dspark"
 
@@ -33,7 +35,11 @@ def files_of(room: str) -> list[Path]:
 
 
 def rooms_imported(source: str, package: str) -> set[str]:
-    """Rooms that a file of the given package imports, inside functions and type checks too."""
+    """Rooms that a file of the given package imports, inside functions and type checks too.
+
+    A name that the package itself lends (`from dspark import LLM`) counts as the room it lives in,
+    and so does a module named in a string, as for `import_module`.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -42,8 +48,11 @@ def rooms_imported(source: str, package: str) -> set[str]:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1]
             base = ".".join([*(parents if node.level else []), *filter(None, [node.module])])
             names = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if re.fullmatch(r"dspark(\.\w+)+", node.value) else []
         else:
             continue
+        names = [dspark._HOMES.get(name.removeprefix("dspark."), name) for name in names]
         found |= {name.split(".")[1] for name in names if name.startswith("dspark.")}
     return found & set(MAY_IMPORT)
 
@@ -51,6 +60,8 @@ def rooms_imported(source: str, package: str) -> set[str]:
 def test_the_reader_of_imports_sees_every_form() -> None:
     source = "import dspark.engine.step\nfrom dspark import nn\ndef f():\n    from ..data import x"
     assert rooms_imported(source, "dspark.core") == {"engine", "nn", "data"}
+    assert rooms_imported("from dspark import LLM, __version__", "dspark.core") == {"recipes"}
+    assert rooms_imported("import_module('dspark.cli.main')", "dspark.core") == {"cli"}
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
