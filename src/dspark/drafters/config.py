@@ -1,0 +1,118 @@
+"""The shape of a DSpark drafter. Field names are the keys of DeepSpec's `config.json`."""
+
+from dataclasses import dataclass
+
+from dspark.core.errors import ConfigError
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "num_target_layers",
+    "block_size",
+    "num_anchors",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DSparkConfig:
+    """Qwen3 draft layers over a target's features. ConfigError for a value out of range.
+
+    `markov_rank` 0 without a confidence head is DFlash, in the anchor-first form DeepSpec releases.
+    """
+
+    hidden_size: int
+    """The target's hidden size; embedding and LM head are shared."""
+    intermediate_size: int
+    num_hidden_layers: int
+    """Draft layers."""
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    """Tapped decoder layers in the order their outputs are concatenated; -1 is the embedding."""
+    mask_token_id: int
+    block_size: int = 7
+    """Slots of a block, each a proposal: slot 0 is the anchor and predicts the token after it."""
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    num_anchors: int = 512
+    """Anchors per training sequence; recorded for other trainers, unused in inference."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 1, f"{name} is {value!r}; it must be at least 1")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int | float) and value > 0, f"{name} is {value!r}; it must be > 0"
+            )
+        for name in ("enable_confidence_head", "confidence_head_with_markov"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} is {value!r}; it must be true or false")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        _require(
+            heads % kv_heads == 0,
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+        )
+        _require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; it must be even")
+        mask, vocab = self.mask_token_id, self.vocab_size
+        _require(
+            _is_int(mask) and 0 <= mask < vocab,
+            f"mask_token_id is {mask!r}; it must be below {vocab}",
+        )
+        self._check_taps()
+        self._check_heads()
+
+    def _check_taps(self) -> None:
+        ids, last = self.target_layer_ids, self.num_target_layers - 1
+        _require(isinstance(ids, tuple) and len(ids) > 0, "target_layer_ids must name a layer")
+        for layer in ids:
+            _require(
+                _is_int(layer) and -1 <= layer <= last,
+                f"target_layer_ids has {layer!r}; ids of {last + 1} layers go from -1 to {last}",
+            )
+        _require(len(set(ids)) == len(ids), f"target_layer_ids {list(ids)} repeats a layer")
+
+    def _check_heads(self) -> None:
+        rank, kind = self.markov_rank, self.markov_head_type
+        _require(
+            _is_int(rank) and rank >= 0, f"markov_rank is {rank!r}; it must be 0 (off) or more"
+        )
+        _require(
+            rank == 0 or kind == "vanilla",
+            f"markov_head_type {kind!r} is not supported; only 'vanilla' is",
+        )
+        _require(
+            rank > 0 or not self.has_markov_confidence,
+            "confidence_head_with_markov needs a Markov head, but markov_rank is 0",
+        )
+
+    @property
+    def feature_size(self) -> int:
+        """F: width of a context feature before projection."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    @property
+    def has_markov_confidence(self) -> bool:
+        return self.enable_confidence_head and self.confidence_head_with_markov
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)

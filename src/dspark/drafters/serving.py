@@ -1,0 +1,194 @@
+"""The drafter as the engine uses it: fused weights, context K/V in pages, left-to-right
+sampling."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dspark.core.sampling import SamplingParams
+from dspark.drafters.backbone import DraftLayer
+from dspark.drafters.candidates import top_candidates
+from dspark.drafters.dspark import DSparkModel
+from dspark.drafters.fused import (
+    FusedLayer,
+    FusedMarkovHead,
+    Linear,
+    LinearFactory,
+    plain_linear,
+    weight_of,
+)
+from dspark.nn.binding import embed, finish_logits
+from dspark.nn.block_attention import block_attention
+from dspark.nn.kv_cache import KVShape, KVStore, PageTable
+from dspark.nn.layers import rms_norm, rotary_angles, rotate
+from dspark.nn.sampling import SamplingRows, probs_from_logits, race
+from dspark.nn.seams import Binding, DraftBlock, DraftNoise
+
+
+class DSparkDrafter:
+    """A trained `DSparkModel` behind the `Drafter` seam.
+
+    Weights are copied, fused and handed to `linear_factory`; later changes of the model do not
+    show. `candidates` tokens per slot may be proposed (0: all), with the exact probabilities of
+    that restricted distribution. `draft_token_ids` restricts proposals to a draft vocabulary and
+    makes the LM head as much cheaper. Either costs accepted length, never correctness.
+    """
+
+    def __init__(
+        self,
+        model: DSparkModel,
+        binding: Binding,
+        *,
+        candidates: int = 64,
+        draft_token_ids: Tensor | None = None,
+        linear_factory: LinearFactory = plain_linear,
+    ) -> None:
+        config = model.config
+        self.config = config
+        self.block_size = config.block_size
+        self.tap_layers = config.target_layer_ids
+        self.kv_shape = KVShape.uniform(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        )
+        self._binding = binding
+
+        def packed(*weights: Tensor) -> Linear:
+            return linear_factory(torch.cat([weight_of(weight) for weight in weights]))
+
+        layers: list[DraftLayer] = list(model.layers)  # type: ignore[arg-type]
+        self._fc = packed(model.fc.weight)
+        self._hidden_norm = weight_of(model.hidden_norm.weight)
+        attentions = [layer.self_attn for layer in layers]
+        self._context = packed(*(w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)))
+        self._context_norm_L1d = torch.stack([weight_of(a.k_norm.weight) for a in attentions])[
+            :, None
+        ]
+        self._layers = [FusedLayer(layer, packed) for layer in layers]
+        self._norm = weight_of(model.norm.weight)
+
+        head = binding.lm_head_VD
+        self._token_ids = torch.arange(config.vocab_size, device=head.device)
+        if draft_token_ids is not None:
+            self._token_ids = draft_token_ids.to(head.device)
+            head = head[self._token_ids]
+        self._head = linear_factory(head)
+        self._candidates = min(candidates, len(self._token_ids)) or len(self._token_ids)
+
+        head_model, confidence = model.markov_head, model.confidence_head
+        self._markov = FusedMarkovHead(head_model, self._token_ids) if head_model else None
+        self._confidence = (
+            (weight_of(confidence.proj.weight), weight_of(confidence.proj.bias))
+            if confidence
+            else None
+        )
+
+    @torch.inference_mode()
+    def extend_context(
+        self, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor, store: KVStore
+    ) -> None:
+        """Context K/V of every layer at once, from `hidden_norm(fc(taps))` (paper, equations 2 and
+        3)."""
+        config = self.config
+        feature_ND = rms_norm(self._fc(taps_NF), self._hidden_norm, config.rms_norm_eps)
+        kv = self._context(feature_ND).view(
+            len(taps_NF), config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim
+        )
+        angles = rotary_angles(positions_N[:, None], config.head_dim, config.rope_theta)
+        keys = rotate(
+            rms_norm(kv[:, :, 0], None, config.rms_norm_eps) * self._context_norm_L1d, angles
+        )
+        for layer in range(config.num_hidden_layers):
+            dtype = store.keys[layer].dtype
+            store.write(layer, slots_N, keys[:, layer].to(dtype), kv[:, layer, 1].to(dtype))
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        anchors_R: Tensor,
+        anchor_positions_R: Tensor,
+        tables: Sequence[PageTable],
+        store: KVStore,
+        *,
+        sampling: Sequence[SamplingParams],
+        noise: DraftNoise,
+    ) -> DraftBlock:
+        """One backbone pass over R blocks, then K tokens left to right; see `Drafter.draft`."""
+        hidden_RKD = self.block_hidden(anchors_R, anchor_positions_R, tables, store)
+        R, K, D = hidden_RKD.shape
+        logits = finish_logits(self._binding, self._head(hidden_RKD.view(R * K, D)))
+        count = self._candidates
+        columns_RKC: Tensor | None = None
+        if count == len(self._token_ids):
+            base_RKC = logits.view(R, K, count)
+            ids_RKC = self._token_ids.expand(R, K, count)
+        else:
+            values, columns = top_candidates(logits, count)
+            base_RKC, columns_RKC = values.view(R, K, count), columns.view(R, K, count)
+            ids_RKC = self._token_ids[columns_RKC]
+
+        rows = SamplingRows.of(sampling, device=logits.device)
+        bias = self._markov.step(columns_RKC) if self._markov else None
+        probs_RKC = torch.empty(R, K, count, dtype=torch.float64, device=logits.device)
+        tokens = torch.empty(R, 1 + K, dtype=torch.int64, device=logits.device)
+        tokens[:, 0] = anchors_R
+        for slot in range(K):
+            logits_RC = base_RKC[:, slot]
+            if bias is not None:
+                logits_RC = logits_RC + bias(slot, tokens[:, slot])
+            probs_RKC[:, slot] = probs_from_logits(logits_RC.double(), rows)
+            winners_R = race(probs_RKC[:, slot], noise(slot, ids_RKC[:, slot]))
+            tokens[:, slot + 1] = ids_RKC[:, slot].gather(1, winners_R[:, None])[:, 0]
+        return DraftBlock(
+            tokens_RK=tokens[:, 1:],
+            candidates_RKC=ids_RKC,
+            probs_RKC=probs_RKC,
+            confidence_RK=self._confidence_logits(hidden_RKD, tokens[:, :K]),
+        )
+
+    @torch.inference_mode()
+    def block_hidden(
+        self,
+        anchors_R: Tensor,
+        anchor_positions_R: Tensor,
+        tables: Sequence[PageTable],
+        store: KVStore,
+    ) -> Tensor:
+        """Final-normed hidden states [R, K, D] of the blocks after R anchors; what `draft` samples
+        from."""
+        config, K = self.config, self.block_size
+        R = len(tables)
+        tokens_RK = anchors_R[:, None].repeat(1, K)
+        tokens_RK[:, 1:] = config.mask_token_id
+        positions = (
+            anchor_positions_R[:, None] + torch.arange(K, device=anchors_R.device)
+        ).flatten()
+        angles = rotary_angles(positions, config.head_dim, config.rope_theta)
+        lengths = anchor_positions_R.tolist()
+        x = embed(self._binding, tokens_RK.flatten())
+        for index, layer in enumerate(self._layers):
+            q, k, v = layer.heads(x, angles, config.rms_norm_eps)
+            parts = []
+            for r in range(R):
+                context_k, context_v = store.read(index, tables[r], lengths[r], lengths[r])
+                block = slice(r * K, (r + 1) * K)
+                parts.append(
+                    block_attention(
+                        q[None, block],
+                        context_k.float(),
+                        context_v.float(),
+                        k[None, block],
+                        v[None, block],
+                    )[0]
+                )
+            x = layer.finish(x, torch.cat(parts) if R > 1 else parts[0], config.rms_norm_eps)
+        return rms_norm(x, self._norm, config.rms_norm_eps).view(R, K, -1)
+
+    def _confidence_logits(self, hidden_RKD: Tensor, previous_RK: Tensor) -> Tensor | None:
+        if self._confidence is None:
+            return None
+        if self.config.has_markov_confidence:
+            assert self._markov is not None
+            hidden_RKD = torch.cat([hidden_RKD, self._markov.w1_Vr[previous_RK]], -1)
+        return F.linear(hidden_RKD, *self._confidence)[..., 0]

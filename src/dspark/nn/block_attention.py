@@ -1,0 +1,40 @@
+"""Attention of draft blocks: context shared by several blocks, plus each block itself, in one
+softmax.
+
+Concatenating both for a stock attention kernel would copy the whole context for every layer of
+every round, and in training would score each block against all others only to mask them.
+"""
+
+import torch
+from torch import Tensor
+
+
+def block_attention(
+    queries_AKHd: Tensor,
+    context_keys_NGd: Tensor,
+    context_values_NGd: Tensor,
+    keys_AKGd: Tensor,
+    values_AKGd: Tensor,
+    visible_AN: Tensor | None = None,
+) -> Tensor:
+    """Grouped-query attention of A blocks of K slots to N shared context rows and to themselves.
+
+    A block's own slots see each other in both directions; blocks never see one another. Context row
+    n is seen by block a where `visible_AN` is true (None: everywhere). H query heads share G key
+    heads. Scores and softmax are float32. Returns [A, K, H * d], in the values' dtype.
+    """
+    A, K, H, d = queries_AKHd.shape
+    N, G = context_keys_NGd.shape[:2]
+    S = H // G
+    # Every key head serves its S query heads as extra rows of one product: keys are never repeated.
+    queries = queries_AKHd.view(A, K, G, S, d).permute(2, 3, 0, 1, 4)
+    queries = queries.reshape(G, S * A * K, d)
+    context = torch.bmm(queries, context_keys_NGd.permute(1, 2, 0))
+    context = context.view(G, S, A, K, N).float()
+    if visible_AN is not None:
+        context = context.masked_fill(~visible_AN[:, None, :], -torch.inf)
+    own = torch.matmul(queries.view(G, S, A, K, d), keys_AKGd.permute(2, 0, 3, 1)[:, None]).float()
+    weights = (torch.cat([context, own], -1) * d**-0.5).softmax(-1).to(values_AKGd.dtype)
+    out = torch.bmm(weights[..., :N].reshape(G, S * A * K, N), context_values_NGd.transpose(0, 1))
+    own_out = torch.matmul(weights[..., N:], values_AKGd.permute(2, 0, 1, 3)[:, None])
+    return (out.view(G, S, A, K, d) + own_out).permute(2, 3, 0, 1, 4).reshape(A, K, H * d)
