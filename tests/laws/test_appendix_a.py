@@ -56,7 +56,7 @@ def test_survival_and_theta_are_the_papers() -> None:
     theta_after_a = greedy_path(survival_after(A, B)).throughput(SPS, prefill_tokens=0)
     assert theta_after_a.tolist() == [Fraction(1), Fraction(9, 10), Fraction(1134, 1000)]
     # A survival of 0 is not on the path; its Theta is the paper's all the same.
-    path_after_b = GreedyPath(np.array([0, 0]), survival_after(B, B)[0], num_requests=1)
+    path_after_b = GreedyPath(np.array([0, 1]), survival_after(B, B)[0], num_requests=1)
     theta_after_b = path_after_b.throughput(SPS, prefill_tokens=0)
     assert theta_after_b.tolist() == [Fraction(1), Fraction(9, 10), Fraction(81, 100)]
 

@@ -33,13 +33,15 @@ from dspark.scheduling.cost import SpsCurve
 class GreedyPath:
     """Every position that may be admitted, most likely to survive first (E entries)."""
 
-    requests_E: IntArray
+    entries_E: IntArray
+    """(position - 1) * num_requests + request."""
     survival_E: NumberArray
     num_requests: int
 
     def lengths(self, count: int) -> IntArray:
         """Lengths [R] when the first `count` entries are admitted."""
-        return np.bincount(self.requests_E[:count], minlength=self.num_requests)
+        requests = self.entries_E[:count] % self.num_requests
+        return np.bincount(requests, minlength=self.num_requests)
 
     def throughput(self, sps: SpsCurve, prefill_tokens: int) -> NumberArray:
         """Theta [E + 1], tokens per second, when 0, 1, ... E entries are admitted."""
@@ -64,7 +66,7 @@ def greedy_path(survival_RK: npt.ArrayLike, max_admit_R: IntArray | None = None)
         may_admit &= (np.arange(1, block_size + 1)[:, None] <= max_admit_R).ravel()
     entries = np.flatnonzero(may_admit)
     entries = entries[_descending(flat[entries])]
-    return GreedyPath(entries % num_requests, flat[entries], num_requests)
+    return GreedyPath(entries, flat[entries], num_requests)
 
 
 def stop_at_first_loss(theta: NumberArray) -> int:
