@@ -1,0 +1,102 @@
+"""A tiny drafter, its binding, and a context in pages, for tests of drafters and checkpoints."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.core.sampling import SamplingParams
+from dspark.drafters.config import DSparkConfig
+from dspark.drafters.dspark import DSparkModel, initialise
+from dspark.drafters.serving import DSparkDrafter
+from dspark.nn.kv_cache import KVStore, PagePool, PageTable
+from dspark.nn.seams import Binding
+
+PAGE = 4
+
+
+def tiny_config(**changes: Any) -> DSparkConfig:
+    values: dict[str, Any] = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 61,
+        "num_target_layers": 5,
+        "target_layer_ids": (-1, 1, 3),
+        "mask_token_id": 60,
+        "block_size": 4,
+        "markov_rank": 6,
+    }
+    return DSparkConfig(**values | changes)
+
+
+def tiny_binding(config: DSparkConfig, seed: int = 0, **changes: Any) -> Binding:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.vocab_size, config.hidden_size)
+    values: dict[str, Any] = {
+        "embedding_VD": torch.randn(shape, generator=generator),
+        "embedding_scale": 1.5,
+        "lm_head_VD": torch.randn(shape, generator=generator),
+        "logit_scale": 0.7,
+        "logit_softcap": 20.0,
+        "num_target_layers": config.num_target_layers,
+        "mask_token_id": config.mask_token_id,
+        "target_name": "tiny",
+        "embedding_hash": "e" * 64,
+        "chat_template_hash": "c" * 64,
+    }
+    return Binding(**values | changes)
+
+
+def tiny_model(config: DSparkConfig, seed: int = 1) -> DSparkModel:
+    """Weights large enough that every part of the network shows in the result."""
+    generator = torch.Generator().manual_seed(seed)
+    model = DSparkModel(config)
+    initialise(model, generator, std=0.3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+    return model
+
+
+def features(config: DSparkConfig, rows: int, seed: int = 2) -> Tensor:
+    return torch.randn(rows, config.feature_size, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Served:
+    """Requests whose context lies in pages."""
+
+    drafter: DSparkDrafter
+    store: KVStore
+    pool: PagePool
+
+    @classmethod
+    def of(cls, drafter: DSparkDrafter, pages: int = 64) -> "Served":
+        store = KVStore(drafter.kv_shape, pages * PAGE, read_ahead=8)
+        return cls(drafter, store, PagePool(pages, PAGE))
+
+    def admit(self, taps_NF: Tensor, chunks: tuple[int, ...] = ()) -> PageTable:
+        """A request with this context, given to the drafter in chunks of these sizes and the rest."""
+        table = self.pool.allocate(len(taps_NF) + 8)
+        start = 0
+        for size in (*chunks, len(taps_NF) - sum(chunks)):
+            positions = torch.arange(start, start + size)
+            slots = table.slots(start, start + size)
+            self.drafter.extend_context(taps_NF[positions], positions, slots, self.store)
+            start += size
+        return table
+
+
+def uniform_noise(slot: int, token_ids_RC: Tensor) -> Tensor:
+    """Noise that does not prefer any token: the most likely one wins."""
+    return torch.ones(token_ids_RC.shape, dtype=torch.float64)
+
+
+def sampled(*temperatures: float) -> list[SamplingParams]:
+    return [SamplingParams(temperature=temperature) for temperature in temperatures]
