@@ -119,3 +119,15 @@ def test_docs_links_exist() -> None:
             assert "://" in link or (page.parent / link.split("#")[0]).exists(), (
                 f"{page.name}: {link}"
             )
+
+
+def test_paper_map_names_what_exists() -> None:
+    page = (ROOT / "docs" / "paper-map.md").read_text()
+    code = re.findall(r"`([a-z_/]+\.py)(?:: (\w+))?`", page)
+    missing = []
+    for path, name in code:
+        file = ROOT / path if path.startswith("tests/") else PACKAGE / path
+        text = file.read_text() if file.exists() else ""
+        if not text or (name and not re.search(rf"^(?:def|class) {name}\b", text, re.MULTILINE)):
+            missing.append(f"{path}: {name}" if name else path)
+    assert len(code) > 40 and not missing

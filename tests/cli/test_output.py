@@ -15,7 +15,7 @@ def test_a_pipe_gets_the_exact_text_without_colours_or_wrapping() -> None:
     stream = io.StringIO()
     screen = Screen(stream)
     long = "word " * 60
-    screen.token(long, "drafted")
+    screen.token(long, "accepted")
     screen.token("[bold]\n", "corrected")
     screen.legend()
     assert stream.getvalue() == long + "[bold]\n"
@@ -26,7 +26,7 @@ def test_a_terminal_gets_colours_by_fate(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
     screen = Screen(stream)
-    screen.token("one", "drafted")
+    screen.token("one", "accepted")
     screen.token("two", "corrected")
     assert stream.getvalue() == "\x1b[32mone\x1b[0m\x1b[33mtwo\x1b[0m"
 

@@ -3,23 +3,21 @@
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-TokenFate = Literal["drafted", "corrected", "bonus", "plain"]
-"""How an emitted token came about: drafted and accepted; sampled in place of a rejected draft;
-sampled after a fully accepted block; decoded without a draft (the first token included)."""
+from dspark.core.records import TokenFate
 
 _STYLES: dict[TokenFate, str] = {
-    "drafted": "green",
+    "accepted": "green",
     "corrected": "yellow",
     "bonus": "cyan",
     "plain": "default",
 }
 _LEGEND: dict[TokenFate, str] = {
-    "drafted": "drafted and accepted",
+    "accepted": "drafted and accepted",
     "corrected": "corrected",
     "bonus": "bonus",
     "plain": "plain",
