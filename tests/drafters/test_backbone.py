@@ -149,7 +149,10 @@ def test_grouping_is_exact_for_any_mask() -> None:
 def test_packed_sequences_become_one_group_each() -> None:
     packed = Packed(CONFIG)
     groups = group_by_sequence(packed.visible_AN)
-    assert [(a.start, a.stop, n.start, n.stop) for a, n, _ in groups] == [(0, 3, 0, 5), (3, 5, 6, 14)]
+    assert [(a.start, a.stop, n.start, n.stop) for a, n, _ in groups] == [
+        (0, 3, 0, 5),
+        (3, 5, 6, 14),
+    ]
 
 
 def test_autocast_runs_matrices_in_bf16_and_gradients_reach_every_parameter() -> None:

@@ -82,7 +82,7 @@ class Served:
         return cls(drafter, store, PagePool(pages, PAGE))
 
     def admit(self, taps_NF: Tensor, chunks: tuple[int, ...] = ()) -> PageTable:
-        """A request with this context, given to the drafter in chunks of these sizes and the rest."""
+        """A request with this context, given in chunks of these sizes and then the rest."""
         table = self.pool.allocate(len(taps_NF) + 8)
         start = 0
         for size in (*chunks, len(taps_NF) - sum(chunks)):

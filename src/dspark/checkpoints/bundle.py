@@ -103,6 +103,9 @@ class Bundle:
         """A float32 `DSparkModel` with these weights."""
         with torch.device("meta"):
             model = DSparkModel(self.config)
-        weights = {name: tensor.float() for name, tensor in self.tensors.items()}
+        # Copies: training the model must not write into the bundle.
+        weights = {
+            name: tensor.to(torch.float32, copy=True) for name, tensor in self.tensors.items()
+        }
         model.load_state_dict(weights, strict=True, assign=True)
         return model
