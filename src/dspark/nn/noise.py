@@ -1,8 +1,8 @@
 """The random numbers of one serving step, for drafting and for verification (DESIGN decision 8).
 
 A draw depends on its request's own key and on nothing else in the batch. Under `coupled` the noise
-of a generated-token index is the same in every round; under `rejection` every round has fresh noise.
-Greedy requests need none, and get constants.
+of a generated-token index is the same in every round; under `rejection` every round has fresh
+noise. Greedy requests need none, and get constants.
 """
 
 from collections.abc import Sequence
