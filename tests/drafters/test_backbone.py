@@ -172,3 +172,10 @@ def test_autocast_runs_matrices_in_bf16_and_gradients_reach_every_parameter() ->
         and (parameter.grad is None or not parameter.grad.any())
     ]
     assert silent == []
+
+
+def test_features_of_half_precision_are_taken_without_autocast() -> None:
+    model, packed = tiny_model(CONFIG), Packed(CONFIG)
+    half = packed.features_NF.bfloat16()
+    got = packed.forward(model, BINDING, half)
+    assert torch.equal(got, packed.forward(model, BINDING, half.float()))

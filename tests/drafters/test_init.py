@@ -7,6 +7,8 @@ from dspark.core.errors import ConfigError
 from dspark.drafters.dspark import DSparkModel, initialise
 from dspark.drafters.init import initialise_from_target
 from dspark.nn.layers import rms_norm
+from dspark.targets.load import make_binding
+from dspark.targets.tiny import tiny_model as tiny_target
 from tests.drafters.tiny import features, tiny_binding, tiny_config
 
 CONFIG = tiny_config()
@@ -99,3 +101,30 @@ def test_noise_start_repeats_with_its_generator() -> None:
     assert not torch.equal(a["fc.weight"], c["fc.weight"])
     assert abs(float(a["markov_head.markov_w1.weight"].std()) - 0.02) < 0.003
     assert not a["confidence_head.proj.bias"].any()
+
+
+class Tokenizer:
+    mask_token_id = 3
+
+
+def test_starts_from_a_real_architecture() -> None:
+    target = tiny_target("llama", seed=0)
+    decoder = target.get_decoder()
+    with torch.no_grad():
+        decoder.norm.weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(0))
+    binding = make_binding(target, "tiny", Tokenizer(), lambda _: None, init_layers=2)
+    shape = decoder.config
+    model = DSparkModel(
+        tiny_config(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+            vocab_size=shape.vocab_size,
+        )
+    )
+    initialise_from_target(model, binding, torch.Generator().manual_seed(0))
+    assert torch.equal(model.norm.weight, decoder.norm.weight)
+    for ours, theirs in zip(model.layers, decoder.layers[-2:], strict=True):
+        assert torch.equal(ours.mlp.down_proj.weight, theirs.mlp.down_proj.weight)

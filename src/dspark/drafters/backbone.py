@@ -112,7 +112,8 @@ class Backbone(nn.Module):
         )
         angles = rotary_angles(positions_AK, config.head_dim, config.rope_theta)
         context_angles = rotary_angles(context_positions_N, config.head_dim, config.rope_theta)
-        context_ND = self.hidden_norm(self.fc(context_features_NF))
+        context_NF = context_features_NF.to(self.fc.weight.dtype)  # stored features are bf16
+        context_ND = self.hidden_norm(self.fc(context_NF))
         groups = group_by_sequence(visible_AN)
         x_AKD = embed(binding, tokens_AK)
         for layer in self.layers:

@@ -114,7 +114,6 @@ def make_binding(
     config = model.get_decoder().config
     embedding = model.get_input_embeddings().weight.detach().float()
     head = model.get_output_embeddings().weight.detach().float()
-    layers = model.get_decoder().layers[len(model.get_decoder().layers) - init_layers :]
     return Binding(
         embedding_VD=embedding,
         embedding_scale=_embedding_scale(model, config),
@@ -126,12 +125,19 @@ def make_binding(
         target_name=name,
         embedding_hash=embedding_hash(embedding),
         chat_template_hash=template_hash(tokenizer),
-        init_layers=tuple(_layer_weights(layer) for layer in layers) if init_layers else (),
+        init_layers=_last_layers(model.get_decoder(), init_layers),
     )
 
 
-def _layer_weights(layer: Any) -> dict[str, Tensor]:
-    return {key: value.detach().float().clone() for key, value in layer.state_dict().items()}
+def _last_layers(decoder: Any, count: int) -> tuple[dict[str, Tensor], ...]:
+    """Weights of the last decoder layers; the last one also holds the final norm, "norm.weight"."""
+    layers = [
+        {key: value.detach().float().clone() for key, value in layer.state_dict().items()}
+        for layer in decoder.layers[len(decoder.layers) - count :]
+    ]
+    if layers and hasattr(decoder, "norm"):
+        layers[-1]["norm.weight"] = decoder.norm.weight.detach().float().clone()
+    return tuple(layers)
 
 
 def _embedding_scale(model: Any, config: Any) -> float:
