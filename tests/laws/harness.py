@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dspark.core.sampling import SamplingParams
 from dspark.nn.noise import VerificationNoise
-from dspark.nn.sampling import SamplingRows, candidate_probs, probs_from_logits
+from dspark.nn.sampling import SamplingRows, probs_from_logits
 from dspark.nn.seams import DraftBlock
 from dspark.nn.verification import Verified, verify
 from tests.laws.toys import Text, Toy
@@ -65,7 +65,7 @@ class Request:
     def draft_slot(self, text: Text, drafted: Text) -> tuple[Tensor, Tensor]:
         """Candidates [C] and what they are sampled with [C]."""
         candidates, logits = self.toy.draft_slot(text, drafted)
-        return candidates, candidate_probs(logits[None], [self.params])[0]
+        return candidates, probs_from_logits(logits[None], SamplingRows.of([self.params]))[0]
 
     @cache  # noqa: B019 - a few requests live as long as a test
     def drafts(self, text: Text) -> tuple[tuple[Text, float], ...]:

@@ -13,7 +13,7 @@ import torch
 from dspark.core.random import RequestRandom
 from dspark.core.sampling import SamplingParams
 from dspark.nn.noise import RequestNoise, Round, StepNoise
-from dspark.nn.sampling import SamplingRows, candidate_probs, probs_from_logits, race
+from dspark.nn.sampling import SamplingRows, probs_from_logits, race
 from dspark.nn.seams import DraftBlock
 from dspark.nn.verification import verify
 from dspark.scheduling.cost import SpsCurve
@@ -67,13 +67,13 @@ class Decoder:
 
 def drafted(decoders, step):
     """Blocks from the toy drafters, coupled to the target's noise where the rule says so."""
-    params = [decoder.params for decoder in decoders]
+    sampling = SamplingRows.of([decoder.params for decoder in decoders])
     tokens = [() for _ in decoders]
     slots = []
     for slot in range(BLOCK):
         drawn = [d.toy.draft_slot(d.text, t) for d, t in zip(decoders, tokens, strict=True)]
         candidates_RC = torch.stack([ids for ids, _ in drawn])
-        probs_RC = candidate_probs(torch.stack([logits for _, logits in drawn]), params)
+        probs_RC = probs_from_logits(torch.stack([logits for _, logits in drawn]), sampling)
         winners_R = race(probs_RC, step(slot, candidates_RC))
         chosen_R = candidates_RC.gather(1, winners_R[:, None])[:, 0].tolist()
         tokens = [(*t, token) for t, token in zip(tokens, chosen_R, strict=True)]

@@ -6,7 +6,6 @@ import torch
 from dspark.core.sampling import SamplingParams
 from dspark.nn.sampling import (
     SamplingRows,
-    candidate_probs,
     inverse_cdf,
     probs_from_logits,
     race,
@@ -64,9 +63,9 @@ def test_inputs_are_left_alone():
     assert torch.equal(logits_MV, before)
 
 
-def test_candidate_probs_are_float64_and_sum_to_one():
+def test_float64_in_float64_out_and_sums_to_one():
     params = [SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=0)]
-    drawn_from = candidate_probs(torch.randn(2, 300), params)
+    drawn_from = probs_from_logits(torch.randn(2, 300).double(), SamplingRows.of(params))
     assert drawn_from.dtype == torch.float64
     torch.testing.assert_close(drawn_from.sum(-1), torch.ones(2).double(), rtol=0, atol=1e-14)
 

@@ -9,7 +9,7 @@ from dspark.core.random import RequestRandom
 from dspark.core.sampling import SamplingParams
 from dspark.nn import verification
 from dspark.nn.noise import RequestNoise, Round, StepNoise, VerificationNoise
-from dspark.nn.sampling import SamplingRows, candidate_probs, probs_from_logits, race
+from dspark.nn.sampling import SamplingRows, probs_from_logits, race
 from dspark.nn.seams import DraftBlock
 from dspark.nn.verification import verify
 
@@ -87,7 +87,8 @@ def a_step(decoders, *, admitted, seed=0):
     noise = [RequestNoise(RequestRandom(random), p, VOCAB) for p, random in decoders]
     step = StepNoise([Round(request, 1, 1) for request in noise], BLOCK)
     ids = torch.tensor([3, 0, 4, 1]).expand(len(decoders), -1)
-    probs = [candidate_probs(draft_logits[k, ids], params) for k in range(BLOCK)]
+    own = SamplingRows.of(params)
+    probs = [probs_from_logits(draft_logits[k, ids].double(), own) for k in range(BLOCK)]
     winners = [race(probs[k], step(k, ids)) for k in range(BLOCK)]
     tokens = torch.stack([ids.gather(1, w[:, None])[:, 0] for w in winners], dim=1)
     block = DraftBlock(tokens, ids[:, None].expand(-1, BLOCK, -1), torch.stack(probs, 1), None)

@@ -102,11 +102,6 @@ def probs_from_logits(logits_MV: Tensor, rows: SamplingRows) -> Tensor:
     return probs_MV
 
 
-def candidate_probs(logits_RC: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """float64 probabilities [R, C] over a drafter's candidates, as each request is sampled."""
-    return probs_from_logits(logits_RC.double(), SamplingRows.of(sampling, device=logits_RC.device))
-
-
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:
     """Exponential race over the last dimension: index i wins with probability `probs[..., i]`.
 
