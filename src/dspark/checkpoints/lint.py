@@ -21,8 +21,7 @@ def expected_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
 
 
 def lint_shapes(config: DSparkConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Every missing, extra and misshaped tensor; copies of the target's tables may be there or
-    not."""
+    """Every missing, extra and misshaped tensor; the target's tables may be there or not."""
     expected = expected_shapes(config)
     table = (config.vocab_size, config.hidden_size)
     allowed = expected | dict.fromkeys(TARGET_COPIES, table)

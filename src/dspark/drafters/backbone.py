@@ -16,8 +16,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class BlockAttention(nn.Module):
-    """Self-attention of a draft layer: keys and values come from the context feature and from the
-    block."""
+    """Attention of a draft layer: keys and values come from the context and from the block."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()

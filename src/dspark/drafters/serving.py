@@ -1,5 +1,4 @@
-"""The drafter as the engine uses it: fused weights, context K/V in pages, left-to-right
-sampling."""
+"""The drafter as the engine uses it: fused weights, context K/V in pages, sampling in order."""
 
 from collections.abc import Sequence
 
@@ -62,9 +61,8 @@ class DSparkDrafter:
         self._hidden_norm = weight_of(model.hidden_norm.weight)
         attentions = [layer.self_attn for layer in layers]
         self._context = packed(*(w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)))
-        self._context_norm_L1d = torch.stack([weight_of(a.k_norm.weight) for a in attentions])[
-            :, None
-        ]
+        norms_Ld = torch.stack([weight_of(a.k_norm.weight) for a in attentions])
+        self._context_norm_L1d = norms_Ld[:, None]
         self._layers = [FusedLayer(layer, packed) for layer in layers]
         self._norm = weight_of(model.norm.weight)
 
@@ -88,8 +86,7 @@ class DSparkDrafter:
     def extend_context(
         self, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor, store: KVStore
     ) -> None:
-        """Context K/V of every layer at once, from `hidden_norm(fc(taps))` (paper, equations 2 and
-        3)."""
+        """Context K/V of every layer, from `hidden_norm(fc(taps))` (paper, equations 2 and 3)."""
         config = self.config
         feature_ND = rms_norm(self._fc(taps_NF), self._hidden_norm, config.rms_norm_eps)
         kv = self._context(feature_ND).view(
@@ -155,8 +152,7 @@ class DSparkDrafter:
         tables: Sequence[PageTable],
         store: KVStore,
     ) -> Tensor:
-        """Final-normed hidden states [R, K, D] of the blocks after R anchors; what `draft` samples
-        from."""
+        """Hidden states [R, K, D] after the final norm, of the blocks after R anchors."""
         config, K = self.config, self.block_size
         R = len(tables)
         tokens_RK = anchors_R[:, None].repeat(1, K)

@@ -1,5 +1,4 @@
-"""Attention of draft blocks: context shared by several blocks, plus each block itself, in one
-softmax.
+"""Attention of draft blocks: shared context and the block itself, in one softmax.
 
 Concatenating both for a stock attention kernel would copy the whole context for every layer of
 every round, and in training would score each block against all others only to mask them.

@@ -1,13 +1,11 @@
-"""The confidence head: how likely the target is to accept a slot's token, given the ones before
-it."""
+"""The confidence head: how likely a slot's token is to be accepted, given the ones before it."""
 
 import torch
 from torch import Tensor, nn
 
 
 class ConfidenceHead(nn.Module):
-    """logit_k = w . [h_k ; W1[x_{k-1}]] + b (paper, equation 7, which has no b; the checkpoints
-    do).
+    """logit_k = w . [h_k ; W1[x_{k-1}]] + b (paper, equation 7; checkpoints have a bias).
 
     It reads the previous token and never x_k, so cutting a draft by it anticipates nothing (law 2).
     """
