@@ -1,6 +1,7 @@
 """How an engine is set up."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dspark.core.errors import ConfigError
 
@@ -13,6 +14,9 @@ class EngineConfig:
     """Prompt tokens of one request in one step (chunked prefill)."""
     cache_tokens: int = 32 * 1024
     """KV budget of target and drafter together, in tokens."""
+    cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What keys and values are stored and attended in. bfloat16 halves the memory and the time that long
+    contexts and large batches spend on it, and is a slightly other target."""
     page_size: int = 64
     """Tokens of a page."""
     row_exact: bool = True

@@ -61,17 +61,30 @@ class Engine:
         size = self.config.page_size
         self.pool = PagePool(-(-self.config.cache_tokens // size), size)
         slots = self.pool.num_pages * size
-        self.store = KVStore(target.kv_shape, slots, read_ahead=KEY_TILE, device=target.device)
-        self.draft_store = (
-            KVStore(self.drafter.kv_shape, slots, read_ahead=KEY_TILE, device=target.device)
-            if self.drafter is not None
-            else None
+        dtype: torch.dtype = getattr(torch, self.config.cache_dtype)
+        self.store = KVStore(
+            target.kv_shape, slots, read_ahead=KEY_TILE, dtype=dtype, device=target.device
         )
+        self.draft_store: KVStore | None = None
+        if self.drafter is not None:
+            self.draft_store = KVStore(
+                self.drafter.kv_shape, slots, read_ahead=KEY_TILE, dtype=dtype, device=target.device
+            )
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, choice: int = 0) -> int:
-        """Queues a request and returns its id. Raises PromptError or ConfigError if it cannot run."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        seed: int | None = None,
+    ) -> int:
+        """Queues a request and returns its id. Raises PromptError or ConfigError if it cannot run.
+
+        seed: what to draw with where `params` has none; drawn afresh by default.
+        """
         limit = min(self.target.max_context, self.pool.num_pages * self.pool.page_size)
         if not prompt:
             raise PromptError("the prompt is empty; give it some text")
@@ -84,7 +97,10 @@ class Engine:
             raise PromptError(f"prompt token ids must be in [0, {self.target.vocab_size})")
         if params.temperature > 0:
             check_rule(self.policy, params.rule)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        if params.seed is not None:
+            seed = params.seed
+        elif seed is None:
+            seed = secrets.randbits(63)
         request = Request(self._next_id, tuple(prompt), params, seed, choice)
         self._next_id += 1
         self.waiting.append(request)
@@ -271,6 +287,8 @@ class Engine:
             )  # fmt: skip
             table = self.pool.allocate(request.most_tokens)
             self.running.append(RequestState(request, noise, table))
+            # In memory order: neighbours at a constant stride share an attention call.
+            self.running.sort(key=lambda state: state.table.pages[0])
 
     def _view(
         self,

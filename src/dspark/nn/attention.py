@@ -40,7 +40,9 @@ class _Group:
 class AttentionPlan:
     batch: RaggedBatch
     groups: list[_Group]
-    _masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor | None] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def build(cls, batch: RaggedBatch) -> "AttentionPlan":
@@ -64,17 +66,21 @@ class AttentionPlan:
             first = last
         return cls(batch, groups)
 
-    def mask(self, index: int, heads_per_kv: int, window: int | None) -> Tensor | None:
-        """Additive float32 mask [G, 1, heads_per_kv * queries, keys] of group `index`, or None.
+    def mask(
+        self, index: int, heads_per_kv: int, window: int | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Additive mask [G, 1, heads_per_kv * queries, keys] of group `index`, or None.
 
         Rows are ordered (head in group, query). Built once a step for each kind of layer.
         """
-        key = (index, heads_per_kv, window)
+        key = (index, heads_per_kv, window, dtype)
         if key not in self._masks:
-            self._masks[key] = self._build_mask(self.groups[index], heads_per_kv, window)
+            self._masks[key] = self._build_mask(self.groups[index], heads_per_kv, window, dtype)
         return self._masks[key]
 
-    def _build_mask(self, group: _Group, heads_per_kv: int, window: int | None) -> Tensor | None:
+    def _build_mask(
+        self, group: _Group, heads_per_kv: int, window: int | None, dtype: torch.dtype
+    ) -> Tensor | None:
         lengths = [self.batch.context_lengths[r] for r in group.requests]
         whole = all(length == group.keys for length in lengths)
         if group.queries == 1 and whole and (window is None or group.keys <= window):
@@ -85,7 +91,7 @@ class AttentionPlan:
         visible = keys <= positions
         if window is not None:
             visible &= keys > positions - window
-        mask = torch.zeros(visible.shape, dtype=torch.float32, device=device)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         mask.masked_fill_(~visible, float("-inf"))
         mask = mask.repeat(1, 1, heads_per_kv, 1)
         return _pad_queries(mask) if self.batch.exact else mask
@@ -134,8 +140,10 @@ def ragged_attention(
         folded = query.shape[2]
         if plan.batch.exact:
             query = _pad_queries(query)
-        mask = plan.mask(index, heads_per_kv, window)
-        result = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+        mask = plan.mask(index, heads_per_kv, window, keys.dtype)
+        result = F.scaled_dot_product_attention(
+            query.to(keys.dtype), keys, values, attn_mask=mask, scale=scale
+        )
         out[group.rows] = _unfold(result[:, :, :folded], group.queries)
     return out
 

@@ -149,8 +149,9 @@ class KVStore:
 
     def write(self, layer: int, slots_N: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys [N, heads, key_dim] and values [N, heads, value_dim] at the given slots."""
-        self.keys[layer].index_copy_(0, slots_N, keys)
-        self.values[layer].index_copy_(0, slots_N, values)
+        memory = self.keys[layer]
+        memory.index_copy_(0, slots_N, keys.to(memory.dtype))
+        self.values[layer].index_copy_(0, slots_N, values.to(memory.dtype))
 
     def read(self, layer: int, table: PageTable, length: int, padded: int) -> tuple[Tensor, Tensor]:
         """Keys and values [padded, heads, dim] of positions 0 .. length - 1; rows from `length` on are

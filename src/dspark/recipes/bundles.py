@@ -1,0 +1,44 @@
+"""Where the shipped draft bundle lies, and how a bundle becomes a drafter for a loaded target."""
+
+from pathlib import Path
+
+import torch
+
+from dspark.checkpoints.fit import check_fit
+from dspark.checkpoints.native import read_bundle
+from dspark.drafters.serving import DSparkDrafter, plain_linear
+from dspark.nn.linear import ExactMode, PackedLinear
+from dspark.targets.load import LoadedTarget
+
+SHIPPED = "smollm2-135m"
+"""Name of the bundle that comes with the package, trained for the embedded target."""
+
+
+def shipped_bundle() -> Path:
+    return Path(__file__).parent.parent / "bundles" / SHIPPED
+
+
+def load_drafter(
+    folder: Path, loaded: LoadedTarget, *, candidates: int | None = None
+) -> DSparkDrafter:
+    """Reads a bundle, checks that it fits, and packs it like the target.
+
+    candidates: draft candidates per slot; None is what the bundle says.
+    Raises CheckpointError for a bundle that is missing, broken, or made for another target.
+    """
+    bundle = read_bundle(folder)
+    check_fit(bundle, loaded.binding)
+    weights = loaded.weights
+    mode = ExactMode(on=False)  # a draft need not repeat bit for bit: verification settles every token
+
+    def packed(weight: torch.Tensor) -> PackedLinear:
+        assert weights is not None
+        return PackedLinear(weight, None, weights, mode)
+
+    return DSparkDrafter(
+        bundle.model(),
+        loaded.binding,
+        candidates=bundle.candidates if candidates is None else candidates,
+        draft_token_ids=bundle.draft_token_ids,
+        linear_factory=plain_linear if weights is None else packed,
+    )

@@ -1,0 +1,266 @@
+"""The Python API: a target and a drafter joined, generating."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.core.errors import ConfigError, PromptError
+from dspark.core.records import FinishReason, StepRecord, TokenFate
+from dspark.core.sampling import SamplingParams
+from dspark.data.template import encode_prompt, template_hash
+from dspark.engine.config import EngineConfig
+from dspark.engine.engine import Engine
+from dspark.nn.linear import WeightKind
+from dspark.nn.seams import Drafter
+from dspark.recipes.bundles import SHIPPED, load_drafter, shipped_bundle
+from dspark.recipes.detokenize import TextStream
+from dspark.recipes.progress import Progress
+from dspark.scheduling.policies import Policy, parse_policy
+from dspark.targets.load import LoadedTarget, load_target
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one prompt came to."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """Generated tokens; the end-of-sequence token is the last one when `finish_reason` is "stop"."""
+    text: str
+    fates: tuple[TokenFate, ...]
+    """How each token came about."""
+    finish_reason: FinishReason | None
+    """None: interrupted."""
+    rounds: int
+    """Rounds after prefill: forwards of the target that this request took part in."""
+    accepted_length: float | None
+    """(accepted + 1) a round, no bonus counted after an end inside a run; None without a round."""
+    seed: int | None
+    """The seed that repeats these tokens (under `rejection`: only under the same schedule)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPiece:
+    """What one step added to one prompt's output."""
+
+    index: int
+    """Which prompt."""
+    text: str
+    token_ids: tuple[int, ...]
+    fates: tuple[TokenFate, ...]
+    finish_reason: FinishReason | None
+
+
+class LLM:
+    """A target with a drafter, ready to generate.
+
+    target: a folder, a hub id or a GGUF file; None is the embedded SmolLM2-135M-Instruct.
+    draft: a bundle folder; "auto" is the shipped bundle where it fits the target; None is no drafter.
+    policy: `off`, `fixed:N`; None is the drafter's whole block, or off without a drafter.
+    weights: kind of packed CPU weights (fp32, bf16, fp16, int8); None picks for the processor.
+    threads: CPU threads for torch; None leaves torch's own choice.
+
+    Raises subclasses of UserError (`dspark.core.errors`) for anything wrong with these.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        draft: str | Path | None = "auto",
+        policy: str | None = None,
+        weights: WeightKind | None = None,
+        threads: int | None = None,
+        max_requests: int = 32,
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        if threads is not None:
+            if threads < 1:
+                raise ConfigError(f"threads is {threads}; it must be at least 1")
+            torch.set_num_threads(threads)
+        progress = progress or Progress(quiet=True)
+        self.loaded: LoadedTarget = load_target(
+            target,
+            weights=weights,
+            device=device,
+            template_hash=template_hash,
+            trust_remote_code=trust_remote_code,
+            say=progress.say,
+        )
+        self.tokenizer: Any = self.loaded.tokenizer
+        self.max_requests = max_requests
+        if draft == "auto":
+            draft = shipped_bundle() if target is None else None
+            if draft is None:
+                progress.say("no drafter for this target: plain decoding (give a bundle with --draft)")
+        self.draft_name = SHIPPED if draft == shipped_bundle() else None if draft is None else str(draft)
+        self.drafter: Drafter | None = (
+            None if draft is None else load_drafter(Path(draft), self.loaded)
+        )
+        self.policy = self.resolve_policy(policy)
+
+    def resolve_policy(self, text: str | None) -> Policy:
+        """The policy that `text` names for this drafter; None is the default."""
+        block_size = None if self.drafter is None else self.drafter.block_size
+        if text is None:
+            text = "off" if block_size is None else f"fixed:{block_size}"
+        return parse_policy(text, block_size=block_size)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        policy: str | None = None,
+    ) -> list[RequestOutput]:
+        """Completes raw text or token ids (no chat template); outputs are in the order of the prompts."""
+        run = self.start(self._encode_raw(prompts), sampling, policy=policy)
+        for _ in run:
+            pass
+        return run.outputs()
+
+    def chat(
+        self,
+        turns: str | Sequence[str],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        system: str | None = None,
+        policy: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answers user turns (one conversation each), through the target's chat template."""
+        run = self.start(self.encode_chat(turns, system), sampling, policy=policy)
+        for _ in run:
+            pass
+        return run.outputs()
+
+    def stream(
+        self,
+        turns: str | Sequence[str],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        system: str | None = None,
+        policy: str | None = None,
+    ) -> "Generation":
+        """Like `chat`, yielding StreamPieces as they come."""
+        return self.start(self.encode_chat(turns, system), sampling, policy=policy)
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        policy: str | None = None,
+        row_exact: bool = True,
+    ) -> "Generation":
+        """A generation over token ids, to be iterated."""
+        if sampling is None:
+            sampling = SamplingParams()
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else [*sampling]
+        if len(params) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts came with {len(params)} sampling parameters")
+        for prompt, own in zip(prompts, params, strict=True):
+            limit = self.loaded.target.max_context
+            if len(prompt) + own.max_new_tokens > limit:
+                raise PromptError(
+                    f"the prompt has {len(prompt)} tokens and max_new_tokens is {own.max_new_tokens}; "
+                    f"together they must fit the target's context of {limit} tokens"
+                )
+        chosen = self.policy if policy is None else self.resolve_policy(policy)
+        return Generation(self, prompts, params, chosen, row_exact)
+
+    def encode_chat(self, turns: str | Sequence[str], system: str | None = None) -> list[list[int]]:
+        turns = [turns] if isinstance(turns, str) else turns
+        return [encode_prompt(self.tokenizer, turn, system).tolist() for turn in turns]
+
+    def _encode_raw(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        encoded = []
+        for prompt in prompts:
+            ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            if not len(ids):  # type: ignore[arg-type]
+                raise PromptError("the prompt is empty; give it some text")
+            encoded.append([int(token) for token in ids])  # type: ignore[union-attr]
+        return encoded
+
+
+class Generation:
+    """One run over a list of prompts: iterate it for pieces, then ask for `outputs()`.
+
+    Leaving the iteration early (an exception, Ctrl-C) keeps what was generated so far.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        policy: Policy,
+        row_exact: bool,
+    ) -> None:
+        self._prompts = [tuple(prompt) for prompt in prompts]
+        self._tokenizer = llm.tokenizer
+        # A seed is drawn here, so that the result can say it; the rule is what the request asked for.
+        self._seeds = [p.seed if p.seed is not None else secrets.randbits(63) for p in params]
+        page = EngineConfig.page_size
+        needs = sorted(
+            -(-(len(prompt) + p.max_new_tokens) // page) * page
+            for prompt, p in zip(prompts, params, strict=True)
+        )
+        config = EngineConfig(
+            max_requests=llm.max_requests,
+            cache_tokens=max(page, sum(needs[-llm.max_requests :])),
+            row_exact=row_exact,
+        )
+        self.engine = Engine(llm.loaded.target, llm.drafter, policy, config)
+        for prompt, own, seed in zip(self._prompts, params, self._seeds, strict=True):
+            self.engine.add(prompt, own, seed=seed)
+        count = len(prompts)
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._fates: list[list[TokenFate]] = [[] for _ in range(count)]
+        self._finished: list[FinishReason | None] = [None] * count
+        self._texts = [TextStream(self._tokenizer) for _ in range(count)]
+        self._text: list[str] = [""] * count
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        for event in self.engine.run():
+            index = event.request  # ids of a fresh engine count from 0, in order
+            self._tokens[index] += event.tokens
+            self._fates[index] += event.fates
+            self._finished[index] = event.finished
+            text = self._texts[index].push(event.tokens)
+            if event.finished is not None:
+                text += self._texts[index].finish()
+            self._text[index] += text
+            yield StreamPiece(index, text, event.tokens, event.fates, event.finished)
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self.engine.records
+
+    def outputs(self) -> list[RequestOutput]:
+        rounds = [record for step in self.records for record in step.rounds]
+        outputs = []
+        for index, prompt in enumerate(self._prompts):
+            own = [record for record in rounds if record.request == index]
+            outputs.append(
+                RequestOutput(
+                    prompt_token_ids=prompt,
+                    token_ids=tuple(self._tokens[index]),
+                    text=self._text[index],
+                    fates=tuple(self._fates[index]),
+                    finish_reason=self._finished[index],
+                    rounds=len(own),
+                    accepted_length=sum(r.emitted for r in own) / len(own) if own else None,
+                    seed=self._seeds[index],
+                )
+            )
+        return outputs
