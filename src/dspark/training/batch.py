@@ -1,0 +1,61 @@
+"""A packed batch as tensors: what one training step reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.data.packing import PackedBlocks, TrainingSequence
+from dspark.training.features import FeatureStore
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A blocks of K slots over N context rows; M of the A * K slots are supervised."""
+
+    context_NF: Tensor
+    """Tapped features, bfloat16."""
+    context_positions_N: Tensor
+    visible_AN: Tensor
+    """bool: rows of the anchor's own sequence strictly before it."""
+    anchors_A: Tensor
+    """Token ids."""
+    anchor_positions_A: Tensor
+    previous_AK: Tensor
+    labels_AK: Tensor
+    supervised_AK: Tensor
+    teacher_MD: Tensor
+    """The target's final hidden states that predict the supervised labels, bfloat16."""
+
+
+def load_batch(
+    packed: PackedBlocks, sequences: Sequence[TrainingSequence], store: FeatureStore
+) -> Batch:
+    """Reads the rows of a packed batch, and no others, from the feature store."""
+    contexts, teachers = [], []
+    lengths = np.diff(packed.context_starts)
+    slots = np.arange(packed.supervised_AK.shape[1])
+    for s, index in enumerate(packed.sequences_S):
+        ids = sequences[index].token_ids
+        contexts.append(store.context(ids, int(lengths[s])))
+        anchors = slice(packed.anchor_starts[s], packed.anchor_starts[s + 1])
+        # Slot k predicts token anchor + 1 + k, which the state at position anchor + k sees coming.
+        positions_AK = packed.anchor_positions_A[anchors, None] + slots
+        teachers.append(store.final(ids, positions_AK[packed.supervised_AK[anchors]]))
+    ranges_A2 = packed.context_ranges_A2
+    rows_N = np.arange(packed.context_starts[-1])
+    visible_AN = (rows_N >= ranges_A2[:, :1]) & (rows_N < ranges_A2[:, 1:])
+    positions = [np.arange(length) for length in lengths]
+    return Batch(
+        context_NF=torch.cat(contexts),
+        context_positions_N=torch.from_numpy(np.concatenate(positions)),
+        visible_AN=torch.from_numpy(visible_AN),
+        anchors_A=torch.from_numpy(packed.previous_AK[:, 0].copy()),
+        anchor_positions_A=torch.from_numpy(packed.anchor_positions_A),
+        previous_AK=torch.from_numpy(packed.previous_AK),
+        labels_AK=torch.from_numpy(packed.labels_AK),
+        supervised_AK=torch.from_numpy(packed.supervised_AK),
+        teacher_MD=torch.cat(teachers),
+    )
