@@ -118,6 +118,8 @@ class Trainer:
 
     def run(self) -> TrainResult:
         """Trains to the end, `max_seconds` or Ctrl-C (KeyboardInterrupt, after saving)."""
+        if self.step == 0:
+            self.save()  # the starting weights are part of the run
         begun = last_save = mark = self.clock()
         self.model.train()
         with _deferred_interrupt() as interrupted:

@@ -1,0 +1,29 @@
+"""The objective of the vocabulary end, spelled out: whole logits, autograd, no chunks."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dspark.nn.binding import head_logits
+from dspark.nn.seams import Binding
+
+
+def plain_losses(
+    binding: Binding,
+    *,
+    hidden_MD: Tensor,
+    latent_Mr: Tensor,
+    w2_Vr: Tensor,
+    teacher_hidden_MD: Tensor,
+    labels_M: Tensor,
+    weights_M: Tensor,
+    ce: float,
+    l1: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, cross-entropy [M], acceptance [M])."""
+    logits_MV = head_logits(binding, hidden_MD) + latent_Mr @ w2_Vr.T
+    teacher_MV = head_logits(binding, teacher_hidden_MD).softmax(-1)
+    l1_M = (logits_MV.softmax(-1) - teacher_MV).abs().sum(-1)
+    cross_entropy_M = F.cross_entropy(logits_MV, labels_M, reduction="none")
+    loss = (weights_M * (ce * cross_entropy_M + l1 * l1_M)).sum()
+    return loss, cross_entropy_M, 1.0 - l1_M / 2.0
