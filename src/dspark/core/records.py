@@ -44,4 +44,5 @@ class StepRecord:
     prefill_tokens: int
     rounds: tuple[RoundRecord, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by phase: draft, schedule, verify (target forward), sample, commit."""
+    """Wall time by phase: draft (without its sequential head), draft_head, schedule, verify (target
+    forward), sample, commit. Phases do not overlap: their sum is the step's time."""

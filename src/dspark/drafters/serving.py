@@ -1,6 +1,7 @@
 """The drafter as the engine uses it: fused weights, context K/V in pages, sampling in order."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class DSparkDrafter:
         candidates: int = 64,
         draft_token_ids: Tensor | None = None,
         linear_factory: LinearFactory = plain_linear,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         config = model.config
         self.config = config
@@ -52,6 +54,7 @@ class DSparkDrafter:
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         )
         self._binding = binding
+        self._clock = clock
 
         def packed(*weights: Tensor) -> Linear:
             return linear_factory(torch.cat([weight_of(weight) for weight in weights]))
@@ -125,6 +128,7 @@ class DSparkDrafter:
             base_RKC, columns_RKC = values.view(R, K, count), columns.view(R, K, count)
             ids_RKC = self._token_ids[columns_RKC]
 
+        head_started = self._clock()
         rows = SamplingRows.of(sampling, device=logits.device)
         bias = self._markov.step(columns_RKC) if self._markov else None
         probs_RKC = torch.empty(R, K, count, dtype=torch.float64, device=logits.device)
@@ -137,11 +141,13 @@ class DSparkDrafter:
             probs_RKC[:, slot] = probs_from_logits(logits_RC.double(), rows)
             winners_R = race(probs_RKC[:, slot], noise(slot, ids_RKC[:, slot]))
             tokens[:, slot + 1] = ids_RKC[:, slot].gather(1, winners_R[:, None])[:, 0]
+        head_seconds = self._clock() - head_started
         return DraftBlock(
             tokens_RK=tokens[:, 1:],
             candidates_RKC=ids_RKC,
             probs_RKC=probs_RKC,
             confidence_RK=self._confidence_logits(hidden_RKD, tokens[:, :K]),
+            head_seconds=head_seconds,
         )
 
     @torch.inference_mode()

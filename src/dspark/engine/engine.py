@@ -135,7 +135,8 @@ class Engine:
 
         wanted = self.policy.wants_draft(self._view(decoding, prefilling))
         draft = self._draft(decoding, wanted)
-        seconds["draft"] = -started + (started := clock())
+        seconds["draft_head"] = draft.head_seconds if draft is not None else 0.0
+        seconds["draft"] = -started + (started := clock()) - seconds["draft_head"]
 
         drafted = wanted if draft is not None else np.zeros_like(wanted)
         admitted = self.policy.admit(self._view(decoding, prefilling, drafted, draft)).tolist()
@@ -354,6 +355,7 @@ def _spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
         spread(block.candidates_RKC),
         spread(block.probs_RKC),
         None if block.confidence_RK is None else spread(block.confidence_RK),
+        block.head_seconds,
     )
 
 

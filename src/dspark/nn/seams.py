@@ -137,6 +137,8 @@ class DraftBlock:
     """float64 draft probabilities of the candidates; a token that is no candidate has probability 0."""
     confidence_RK: Tensor | None
     """float32 raw confidence logits (before calibration), or None without a confidence head."""
+    head_seconds: float = 0.0
+    """Part of the draft's wall time that its sequential head and sampling took."""
 
 
 class Drafter(Protocol):
