@@ -19,7 +19,7 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft bundle: a folder or a hub id. Default: the one shipped for the embedded model.",
+        help="Draft bundle: a folder. Default: the shipped one, where it fits the target.",
         show_default=False,
     ),
 ]
@@ -64,7 +64,7 @@ Prompts = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        help="Storage of the target's linear layers on a CPU. Default: the fastest exact one.",
+        help="Packed CPU weights: fp32, bf16, fp16 or int8. Default: what suits the processor.",
         show_default=False,
     ),
 ]
