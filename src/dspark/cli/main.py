@@ -13,10 +13,15 @@ from typing import Annotated, NoReturn
 import typer
 
 from dspark import __version__
+from dspark.cli.bench import bench
+from dspark.cli.eval import evaluate
 from dspark.cli.output import print_error
 from dspark.core.errors import DSparkError
 
-COMMANDS: Mapping[str, Callable[..., None]] = {}
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "eval": evaluate,
+    "bench": bench,
+}
 """Command name -> function."""
 
 

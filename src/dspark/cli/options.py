@@ -61,6 +61,18 @@ Prompts = Annotated[
         show_default=False,
     ),
 ]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        help="validation (one prompt in ten, never trained on) or all. "
+        "Default: validation for given files, all for the shipped ones.",
+        show_default=False,
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(help="The first so many prompts of each domain; all without it."),
+]
 Weights = Annotated[
     str | None,
     typer.Option(

@@ -135,8 +135,9 @@ class Engine:
 
         wanted = self.policy.wants_draft(self._view(decoding, prefilling))
         draft = self._draft(decoding, wanted)
-        seconds["draft_head"] = draft.head_seconds if draft is not None else 0.0
-        seconds["draft"] = -started + (started := clock()) - seconds["draft_head"]
+        head = draft.head_seconds if draft is not None else 0.0
+        seconds["draft"] = -started + (started := clock()) - head
+        seconds["draft_head"] = head
 
         drafted = wanted if draft is not None else np.zeros_like(wanted)
         admitted = self.policy.admit(self._view(decoding, prefilling, drafted, draft)).tolist()

@@ -1,0 +1,123 @@
+"""`dspark train`: a drafter for a target, from on-policy responses."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dspark.cli import options
+from dspark.cli.output import Screen, print_note
+
+
+def train(
+    prompts: Annotated[
+        list[Path],
+        typer.Option(metavar="PATH", help="Prompt files or folders (jsonl). Repeatable."),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of the bundle to write.")],
+    run: Annotated[
+        Path, typer.Option(help="Folder of the run: responses, features, resumable state.")
+    ],
+    target: options.Target = None,
+    steps: Annotated[int, typer.Option(help="Training steps of 256 blocks.")] = 4000,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(help="Stop after this long; run again to resume.", show_default=False),
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Draft layers.")] = 3,
+    block_size: Annotated[int, typer.Option(help="Draft tokens per block.")] = 7,
+    markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head.")] = 64,
+    draft_vocabulary: Annotated[
+        int | None,
+        typer.Option(help="Propose only the N tokens most frequent in the responses."),
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 6e-4,
+    warm_start: Annotated[
+        Path | None, typer.Option(help="A bundle to start from.", show_default=False)
+    ] = None,
+    responses_per_prompt: Annotated[
+        bool, typer.Option("--generate/--no-generate", help="Write missing responses first.")
+    ] = True,
+    max_new_tokens: options.MaxNewTokens = 256,
+    seed: options.Seed = None,
+    weights: options.Weights = None,
+    threads: options.Threads = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a DSpark drafter: responses, features, training, bundle. Stops and resumes anywhere."""
+    import torch
+
+    from dspark.core.errors import ConfigError
+    from dspark.data.prompts import read_prompts
+    from dspark.data.responses import ResponseFile
+    from dspark.data.template import template_hash
+    from dspark.recipes.progress import Progress
+    from dspark.recipes.regenerate import RegenerateConfig, regenerate
+    from dspark.recipes.train import DraftShape, TrainJob, train_drafter
+    from dspark.recipes.values import weights_value
+    from dspark.targets.load import load_target
+    from dspark.training.config import TrainConfig
+
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"threads is {threads}; it must be at least 1")
+        torch.set_num_threads(threads)
+    progress = Progress()
+    shape = DraftShape(
+        layers=layers,
+        block_size=block_size,
+        markov_rank=markov_rank,
+        draft_vocabulary=draft_vocabulary,
+    )
+    job = TrainJob(
+        shape=shape,
+        train=TrainConfig(
+            steps=steps,
+            learning_rate=learning_rate,
+            max_seconds=max_seconds,
+            seed=42 if seed is None else seed,
+            start="target" if warm_start is None else "bundle",
+        ),
+        warm_start=warm_start,
+    )
+    read = read_prompts(*prompts)
+    loaded = load_target(
+        target,
+        weights=weights_value(weights),
+        template_hash=template_hash,
+        init_layers=layers,
+        say=progress.say,
+    )
+    responses = ResponseFile(
+        run / "responses.jsonl",
+        target=loaded.name,
+        template_hash=loaded.binding.chat_template_hash,
+        vocab_size=loaded.target.vocab_size,
+    )
+    if responses_per_prompt:
+        regenerate(loaded, read, responses, RegenerateConfig(max_new_tokens=max_new_tokens), progress)
+    result = train_drafter(
+        loaded, read, responses.responses, job, run, output, shlex.join(sys.argv), progress
+    )
+    state = "done" if result.finished else "stopped; run the same command again to resume"
+    print_note(
+        f"{state}: {result.steps} steps, {result.positions:,} positions in {result.seconds:.0f} s; "
+        f"accepted length {result.validation['accepted_length']:.3f} on held-out responses; "
+        f"bundle in {output}"
+    )
+    if json:
+        Screen().json(
+            {
+                "steps": result.steps,
+                "positions": result.positions,
+                "seconds": result.seconds,
+                "validation": {
+                    key: result.validation[key]
+                    for key in ("accepted_length", "conditional_acceptance")
+                },
+                "bundle": str(output),
+            }
+        )
