@@ -29,7 +29,9 @@ def _supervised(mask: np.ndarray, anchor: int, slot: int) -> bool:
 
 
 @given(masks, st.integers(1, 30), st.integers(0, 5))
-def test_anchors_are_valid_sorted_distinct_and_repeatable(mask: np.ndarray, count: int, epoch: int) -> None:
+def test_anchors_are_valid_sorted_distinct_and_repeatable(
+    mask: np.ndarray, count: int, epoch: int
+) -> None:
     anchors = sample_anchors(mask, count, seed=1, epoch=epoch, sequence=3)
     assert len(anchors) == min(count, len(anchor_candidates(mask)))
     assert (np.diff(anchors) > 0).all()
@@ -67,7 +69,8 @@ def test_supervision_stops_at_the_first_gap(mask: np.ndarray) -> None:
 def test_packed_rows_mean_what_they_say(all_masks: list[np.ndarray], count: int) -> None:
     sequences = [_sequence(mask, 100 * i) for i, mask in enumerate(all_masks)]
     chosen = [
-        (i, sample_anchors(s.supervised, count, seed=0, epoch=0, sequence=i)) for i, s in enumerate(sequences)
+        (i, sample_anchors(s.supervised, count, seed=0, epoch=0, sequence=i))
+        for i, s in enumerate(sequences)
     ]
     if not any(len(anchors) for _, anchors in chosen):
         return
@@ -99,7 +102,8 @@ def test_packed_rows_mean_what_they_say(all_masks: list[np.ndarray], count: int)
 def _corpus() -> list[TrainingSequence]:
     rng = np.random.default_rng(0)
     return [
-        _sequence(np.arange(n) >= n // 3, int(1000 * i)) for i, n in enumerate(rng.integers(5, 40, size=9))
+        _sequence(np.arange(n) >= n // 3, int(1000 * i))
+        for i, n in enumerate(rng.integers(5, 40, size=9))
     ]
 
 
@@ -135,7 +139,9 @@ def test_an_epoch_visits_every_sequence_once() -> None:
 
 def test_validation_blocks_are_fixed_and_cover_every_sequence() -> None:
     def batches() -> list[PackedBlocks]:
-        return list(every_block(_corpus(), anchors_per_batch=13, anchors_per_sequence=5, block_size=K))
+        return list(
+            every_block(_corpus(), anchors_per_batch=13, anchors_per_sequence=5, block_size=K)
+        )
 
     first = batches()
     assert [_key(b) for b in first] == [_key(b) for b in batches()]

@@ -46,7 +46,9 @@ def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
 def test_split_is_sha256_of_the_first_turn_modulo_10() -> None:
     texts = [f"prompt {i} é" for i in range(400)]
     chosen = [t for t in texts if is_validation(t)]
-    assert chosen == [t for t in texts if int(hashlib.sha256(t.encode("utf-8")).hexdigest(), 16) % 10 == 0]
+    assert chosen == [
+        t for t in texts if int(hashlib.sha256(t.encode("utf-8")).hexdigest(), 16) % 10 == 0
+    ]
     assert 20 <= len(chosen) <= 60
     assert Prompt("f", 1, (chosen[0], "whatever")).is_validation
 

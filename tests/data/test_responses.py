@@ -23,7 +23,9 @@ def _response(line: int, sample: int = 0, *, tokens: int = 40, top: int = 50000)
 
 
 def _open(path: Path, **changes: Any) -> ResponseFile:
-    return ResponseFile(path, **{"target": "t", "template_hash": "h", "vocab_size": 50000, **changes})
+    return ResponseFile(
+        path, **{"target": "t", "template_hash": "h", "vocab_size": 50000, **changes}
+    )
 
 
 def _same(a: Response, b: Response) -> bool:
@@ -92,7 +94,7 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="line 2: not a response"):
             _open(path)
     path.write_text("\n".join([*lines, lines[1]]) + "\n")
-    with pytest.raises(DataError, match="line 4:.*twice"):
+    with pytest.raises(DataError, match=r"line 4:.*twice"):
         _open(path)
 
 

@@ -38,8 +38,17 @@ def test_chat_template_or_plain_text() -> None:
 def test_template_hash() -> None:
     assert template_hash(Letters(None)) is None
     assert template_hash(Letters("a")) != template_hash(Letters("b"))
-    assert template_hash(Letters({"x": "1", "y": "2"})) == template_hash(Letters({"y": "2", "x": "1"}))
+    assert template_hash(Letters({"x": "1", "y": "2"})) == template_hash(
+        Letters({"y": "2", "x": "1"})
+    )
 
 
 def test_supervised_tokens() -> None:
-    assert supervised_tokens(6, [(1, 3), (5, 6)]).tolist() == [False, True, True, False, False, True]
+    assert supervised_tokens(6, [(1, 3), (5, 6)]).tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]

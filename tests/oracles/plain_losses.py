@@ -1,6 +1,5 @@
 """The objective of the vocabulary end, spelled out: whole logits, autograd, no chunks."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -19,7 +19,8 @@ from tests.training.tiny import K, tiny_binding, tiny_drafter, tiny_sequences, t
 BINDING = tiny_binding()
 SEQUENCES = tiny_sequences(5)
 CHOSEN = [
-    (i, sample_anchors(s.supervised, 4, seed=0, epoch=0, sequence=i)) for i, s in enumerate(SEQUENCES)
+    (i, sample_anchors(s.supervised, 4, seed=0, epoch=0, sequence=i))
+    for i, s in enumerate(SEQUENCES)
 ]
 
 
@@ -47,12 +48,16 @@ def test_packed_equals_one_sequence_at_a_time(tmp_path: Path, rank: int, confide
     model.zero_grad()
     losses, lengths = [], []
     for one in CHOSEN:
-        step = objective(model, BINDING, _head(rank), _batch(tmp_path, [one]), config, total_weight=total)
+        step = objective(
+            model, BINDING, _head(rank), _batch(tmp_path, [one]), config, total_weight=total
+        )
         step.loss.backward()
         losses.append(step.loss.detach())
         lengths.append(step.metrics["accepted_length"])
     torch.testing.assert_close(whole.loss.detach(), sum(losses))
-    torch.testing.assert_close(whole.metrics["accepted_length"].value, sum(lengths[1:], lengths[0]).value)
+    torch.testing.assert_close(
+        whole.metrics["accepted_length"].value, sum(lengths[1:], lengths[0]).value
+    )
     for name, gradient in _gradients(model).items():
         torch.testing.assert_close(together[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -62,11 +67,17 @@ def test_the_paper_s_formula(tmp_path: Path) -> None:
     batch = _batch(tmp_path, CHOSEN)
     step = objective(model, BINDING, _head(), batch, config)
     hidden = model.forward_blocks(
-        BINDING, batch.anchors_A, batch.anchor_positions_A, batch.context_NF, batch.context_positions_N,
+        BINDING,
+        batch.anchors_A,
+        batch.anchor_positions_A,
+        batch.context_NF,
+        batch.context_positions_N,
         batch.visible_AN,
-    )  # fmt: skip
+    )
     weights, chosen = slot_weights(batch.supervised_AK, 4.0), batch.supervised_AK
-    torch.testing.assert_close(weights[0, :2], torch.tensor([1.0, np.exp(-0.25)], dtype=torch.float32))
+    torch.testing.assert_close(
+        weights[0, :2], torch.tensor([1.0, np.exp(-0.25)], dtype=torch.float32)
+    )
     weights = weights[chosen] / weights.sum()
     previous = batch.previous_AK[chosen]
     loss, _, acceptance = plain_losses(

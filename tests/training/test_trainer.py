@@ -40,7 +40,15 @@ def _trainer(folder: Path, **changes: Any) -> Trainer:
     store = tiny_store(folder.parent / "features", [*sequences, *HELD_OUT])
     config = TrainConfig.from_dict({**options, **changes})
     return Trainer(
-        model, tiny_binding(), store, sequences, HELD_OUT, config, folder, clock=Clock(), report=report
+        model,
+        tiny_binding(),
+        store,
+        sequences,
+        HELD_OUT,
+        config,
+        folder,
+        clock=Clock(),
+        report=report,
     )
 
 
@@ -55,7 +63,9 @@ def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("killed_at", [1, 4, 7, 11])
-def test_killed_and_resumed_is_bit_equal(tmp_path: Path, killed_at: int, compute_dtype: str) -> None:
+def test_killed_and_resumed_is_bit_equal(
+    tmp_path: Path, killed_at: int, compute_dtype: str
+) -> None:
     whole = _trainer(tmp_path / "whole", compute_dtype=compute_dtype)
     whole.run()
 
@@ -73,13 +83,17 @@ def test_killed_and_resumed_is_bit_equal(tmp_path: Path, killed_at: int, compute
     broken.training_step = dying_step  # type: ignore[method-assign]
     with pytest.raises(Killed):
         broken.run()
-    resumed = _trainer(tmp_path / "broken", model=tiny_drafter(seed=77), compute_dtype=compute_dtype)
+    resumed = _trainer(
+        tmp_path / "broken", model=tiny_drafter(seed=77), compute_dtype=compute_dtype
+    )
     assert resumed.step <= killed_at
     result = resumed.run()
     assert result.steps == 12 and result.finished and result.positions == 12 * 10 * K
     _assert_same(_bits(whole), _bits(resumed))
     assert result.validation == whole.validate()
-    steps = [json.loads(x) for x in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(x) for x in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [s["step"] for s in steps if "loss" in s] == [2, 4, 6, 8, 10, 12]
 
 
@@ -183,7 +197,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path / "run")
     trainer.training_step()
     trainer.save()
-    with pytest.raises(ConfigError, match="started with learning_rate 0.01, not 0.1"):
+    with pytest.raises(ConfigError, match=r"started with learning_rate 0\.01, not 0\.1"):
         _trainer(tmp_path / "run", learning_rate=0.1)
     with pytest.raises(DataError, match="not those"):
         _trainer(tmp_path / "run", sequences=SEQUENCES[:-1])

@@ -1,10 +1,13 @@
 """The chunked, hand-differentiated loss against the plain one."""
 
+import dataclasses
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 from dspark.nn.seams import Binding
-from dspark.training.vocab_head import VocabHead, vocab_losses
+from dspark.training.vocab_head import VocabHead, VocabInputs, vocab_losses
 from tests.oracles.plain_losses import plain_losses
 from tests.training.tiny import D, V, tiny_binding
 
@@ -34,7 +37,7 @@ def _both(binding: Binding, rank: int, dtype: torch.dtype) -> tuple[list, list]:
         inputs = _inputs(rank)
         if chunked:
             head = VocabHead(binding, rank, dtype, chunk=10, tile=3)
-            out = vocab_losses(head, **inputs, ce=0.3, l1=0.7)
+            out = vocab_losses(head, VocabInputs(**inputs), ce=0.3, l1=0.7)
             values = [out.loss, out.cross_entropy_M, out.acceptance_M]
         else:
             values = list(plain_losses(binding, **inputs, ce=0.3, l1=0.7))
@@ -47,7 +50,9 @@ def _both(binding: Binding, rank: int, dtype: torch.dtype) -> tuple[list, list]:
 @pytest.mark.parametrize("rank", [0, 6])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_chunked_is_plain_to_float32_rounding(rank: int, softcap: float | None, scale: float) -> None:
+def test_chunked_is_plain_to_float32_rounding(
+    rank: int, softcap: float | None, scale: float
+) -> None:
     binding = tiny_binding(softcap=softcap, scale=scale)
     chunked, plain = _both(binding, rank, torch.float32)
     for ours, theirs in zip(chunked, plain, strict=True):
@@ -62,40 +67,40 @@ def test_bfloat16_stays_near(softcap: float | None) -> None:
         assert (ours - theirs).norm() < 0.05 * theirs.norm()
 
 
-def test_references_keep_large_logits_exact_where_the_probability_is() -> None:
-    """Logits near 100, where a bfloat16 step is 0.5: without the reference columns TV is off by 0.1."""
+def test_large_logits_are_exact_where_the_probability_is() -> None:
+    """Logits around 64, where a bfloat16 step is 0.5, of inputs that bfloat16 holds exactly."""
     binding = tiny_binding()
+    lm_head = binding.lm_head_VD.bfloat16().float()
+    lm_head[:, 0] = 8.0
+    binding = dataclasses.replace(binding, lm_head_VD=lm_head)
     inputs = _inputs(0, requires_grad=False)
-    inputs["hidden_MD"] = (inputs["hidden_MD"] * 8).bfloat16().float()
-    inputs["teacher_hidden_MD"] = inputs["hidden_MD"]
-    inputs["labels_M"] = (inputs["hidden_MD"] @ binding.lm_head_VD.T).argmax(1)
-    lifted = Binding(
-        **{
-            **{name: getattr(binding, name) for name in Binding.__slots__},
-            "lm_head_VD": (binding.lm_head_VD + 4.0 * inputs["hidden_MD"][:1] / D).bfloat16().float(),
-        }
-    )
-    inputs["labels_M"][0] = (inputs["hidden_MD"][0] @ lifted.lm_head_VD.T).argmax()
-    logits = inputs["hidden_MD"][0] @ lifted.lm_head_VD.T
-    assert logits.max() > 64
-    exact = plain_losses(lifted, **inputs, ce=1.0, l1=1.0)[1][0]
-    head = VocabHead(lifted, 0, torch.bfloat16)
-    ours = vocab_losses(head, **inputs, ce=1.0, l1=1.0).cross_entropy_M[0]
-    assert abs(ours - exact) < 0.01
+    for name in ("hidden_MD", "teacher_hidden_MD"):
+        inputs[name] = inputs[name].bfloat16().float()
+        inputs[name][:, 0] = 8.0
+    _, exact_ce, exact = plain_losses(binding, **inputs, ce=1.0, l1=1.0)
+    head = VocabHead(binding, 0, torch.bfloat16)
+    ours = vocab_losses(head, VocabInputs(**inputs), ce=1.0, l1=1.0)
+    assert (ours.acceptance_M - exact).abs().max() < 0.01
+    assert (ours.cross_entropy_M - exact_ce).abs().max() < 0.02
+    rounded = (inputs["hidden_MD"] @ lm_head.T).bfloat16().float()
+    rounded_ce = F.cross_entropy(rounded, inputs["labels_M"], reduction="none")
+    assert (rounded_ce - exact_ce).abs().max() > 0.1, "without references it would show"
 
 
 def test_gradients_agree_with_finite_differences() -> None:
     """In float32 and so coarse, but independent of autograd and of the oracle."""
     binding, inputs = tiny_binding(), _inputs(6)
     head = VocabHead(binding, 6, torch.float32, chunk=8, tile=8)
-    vocab_losses(head, **inputs, ce=0.3, l1=0.7).loss.backward()
+    vocab_losses(head, VocabInputs(**inputs), ce=0.3, l1=0.7).loss.backward()
     generator = torch.Generator().manual_seed(5)
     for name in ("hidden_MD", "latent_Mr", "w2_Vr"):
         tensor = inputs[name]
         direction = torch.randn(tensor.shape, generator=generator)
         with torch.no_grad():
             up, down = (
-                vocab_losses(head, **{**inputs, name: tensor + e * direction}, ce=0.3, l1=0.7).loss
+                vocab_losses(
+                    head, VocabInputs(**{**inputs, name: tensor + e * direction}), ce=0.3, l1=0.7
+                ).loss
                 for e in (3e-3, -3e-3)
             )
         slope = (tensor.grad * direction).sum()
@@ -106,6 +111,6 @@ def test_teacher_equal_to_draft_is_accepted_always() -> None:
     inputs = _inputs(0)
     inputs["teacher_hidden_MD"] = inputs["hidden_MD"].detach()
     head = VocabHead(tiny_binding(), 0, torch.float32)
-    out = vocab_losses(head, **inputs, ce=0.0, l1=1.0)
+    out = vocab_losses(head, VocabInputs(**inputs), ce=0.0, l1=1.0)
     torch.testing.assert_close(out.acceptance_M, torch.ones(M))
     assert out.loss.abs() < 1e-5

@@ -1,4 +1,4 @@
-"""A tiny binding, drafter, corpus and feature source: everything a training run needs, in milliseconds."""
+"""A tiny binding, drafter, corpus and feature source: all that a training run needs."""
 
 from pathlib import Path
 

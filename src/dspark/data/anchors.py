@@ -29,7 +29,8 @@ def sample_anchors(
 def supervised_slots(supervised_T: BoolArray, anchors_A: Int64Array, block_size: int) -> BoolArray:
     """bool [A, K]: slot k is trained when tokens anchor + 1 .. anchor + 1 + k are all supervised.
 
-    Supervision stops at the first token that is not: what follows a gap was not written after this block.
+    Supervision stops at the first token that is not: what follows a gap was not written after this
+    block.
     """
     positions_AK = anchors_A[:, None] + 1 + np.arange(block_size)
     inside_AK = positions_AK < len(supervised_T)

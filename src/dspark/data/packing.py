@@ -1,9 +1,9 @@
 """Packs blocks of several sequences into one training batch, without padding.
 
-A batch is a row of context tokens (the sequences' prefixes, one after another, each only as far as its
-last anchor sees) and a row of anchors. Which context rows an anchor attends to is a range of that row:
-its own sequence's positions 0 .. anchor - 1. So a block cannot see another document, its own position or
-anything after it, by construction.
+A batch is a row of context tokens (the sequences' prefixes, one after another, each only as far as
+its last anchor sees) and a row of anchors. Which context rows an anchor attends to is a range of
+that row: its own sequence's positions 0 .. anchor - 1. So a block cannot see another document, its
+own position or anything after it, by construction.
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,9 +71,13 @@ def pack(
     for index, anchors_A in chosen:
         sequence = sequences[index]
         trained_AK = supervised_slots(sequence.supervised, anchors_A, block_size)
-        reach = np.minimum(anchors_A[:, None] + np.arange(block_size + 1), len(sequence.token_ids) - 1)
+        reach = np.minimum(
+            anchors_A[:, None] + np.arange(block_size + 1), len(sequence.token_ids) - 1
+        )
         tokens = sequence.token_ids[reach].astype(np.int64)
-        previous.append(np.where(np.roll(trained_AK, 1, axis=1) | _first(block_size), tokens[:, :-1], 0))
+        previous.append(
+            np.where(np.roll(trained_AK, 1, axis=1) | _first(block_size), tokens[:, :-1], 0)
+        )
         labels.append(np.where(trained_AK, tokens[:, 1:], 0))
         supervised.append(trained_AK)
     return PackedBlocks(
@@ -164,7 +168,8 @@ def every_block(
 
 
 def _first(block_size: int) -> BoolArray:
-    return np.arange(block_size) == 0
+    first: BoolArray = np.arange(block_size) == 0
+    return first
 
 
 def _offsets(counts: Iterator[int]) -> Int64Array:

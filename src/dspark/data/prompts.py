@@ -44,7 +44,8 @@ def is_validation(first_user_turn: str) -> bool:
 def read_prompts(*paths: Path | str) -> list[Prompt]:
     """Prompts of the given jsonl files, and of every ``*.jsonl`` of the given folders, in order.
 
-    Raises DataError for a missing path, a folder without prompts, two files of one stem, a broken line.
+    Raises DataError for a missing path, a folder without prompts, two files of one stem, a broken
+    line.
     """
     prompts: list[Prompt] = []
     seen: dict[str, Path] = {}
@@ -75,7 +76,8 @@ def _expand(paths: Iterable[Path]) -> list[Path]:
 
 def _read_file(file: Path) -> list[Prompt]:
     prompts = []
-    # Split on "\n" alone: str.splitlines would also cut at U+2028 and its kind inside a JSON string.
+    # Split on "\n" alone: str.splitlines would also cut at U+2028 and its kind inside a JSON
+    # string.
     try:
         lines = file.read_bytes().decode("utf-8").split("\n")
     except UnicodeDecodeError as error:

@@ -5,9 +5,10 @@ A file is jsonl. Its first line says what wrote it; every further line is one re
     {"file": "gsm8k", "line": 12, "sample": 0, "temperature": 1.0, "seed": 77, "finish": "stop",
      "prompt": "<ids>", "response": "<ids>", "crc": 123}
 
-where <ids> is base64(zlib(little-endian uint16, or uint32 when the vocabulary needs it)). About half a
-kilobyte a response. A process killed in the middle of a write leaves a torn last line: it is dropped
-when the file is opened again. Anything else that is wrong is an error with the file and line.
+where <ids> is base64(zlib(little-endian uint16, or uint32 when the vocabulary needs it)). About
+half a kilobyte a response. A process killed in the middle of a write leaves a torn last line: it is
+dropped when the file is opened again. Anything else that is wrong is an error with the file and
+line.
 """
 
 import base64
@@ -62,8 +63,10 @@ class Response:
 class ResponseFile:
     """One file of responses, open for reading and appending by one process."""
 
-    def __init__(self, path: Path | str, *, target: str, template_hash: str | None, vocab_size: int):
-        """Opens or creates `path`. DataError if it was written by another target, template or vocabulary."""
+    def __init__(
+        self, path: Path | str, *, target: str, template_hash: str | None, vocab_size: int
+    ) -> None:
+        """Opens or creates `path`. DataError if another target, template or vocabulary wrote it."""
         self.path = Path(path)
         self.header = {
             "format": FORMAT, "target": target, "template": template_hash, "vocab_size": vocab_size,
@@ -128,7 +131,8 @@ class ResponseFile:
         for key, ours in self.header.items():
             if header.get(key) != ours:
                 raise DataError(
-                    f"{self.path} was written with {key} {header.get(key)}, not {ours}; use another file"
+                    f"{self.path} was written with {key} {header.get(key)}, not {ours}; "
+                    f"use another file"
                 )
 
     def _encode(self, response: Response) -> str:
@@ -157,7 +161,7 @@ class ResponseFile:
 
     def _pack(self, ids: TokenIds) -> str:
         ids = np.asarray(ids)
-        if ids.size and not (0 <= ids.min() and ids.max() < self.header["vocab_size"]):
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.header["vocab_size"]):
             raise DataError(f"token ids must be in [0, {self.header['vocab_size']})")
         return base64.b64encode(zlib.compress(ids.astype(self._dtype).tobytes(), 9)).decode()
 

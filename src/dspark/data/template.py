@@ -1,7 +1,7 @@
 """From turns to token ids with the target's own chat template, and back to what is supervised.
 
-The tokenizer is an argument (a transformers tokenizer, or anything with the few members used here), so
-this room needs no transformers.
+The tokenizer is an argument (a transformers tokenizer, or anything with the few members used here),
+so this room needs no transformers.
 """
 
 import hashlib
@@ -52,13 +52,11 @@ def template_hash(tokenizer: ChatTokenizer) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def supervised_tokens(
-    length: int, responses: Sequence[tuple[int, int]]
-) -> npt.NDArray[np.bool_]:
+def supervised_tokens(length: int, responses: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
     """bool [length]: True at tokens the target wrote, given as (start, end) token offsets.
 
-    A response's end-of-turn token is part of it. Offsets come from token ids, never from searching the
-    text for a header that a user may have typed too.
+    A response's end-of-turn token is part of it. Offsets come from token ids, never from searching
+    the text for a header that a user may have typed too.
     """
     mask = np.zeros(length, dtype=np.bool_)
     for start, end in responses:

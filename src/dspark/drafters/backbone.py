@@ -3,6 +3,8 @@
 Tensor names are DeepSpec's: fc, hidden_norm, layers.i.*, norm.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -46,10 +48,12 @@ class BlockAttention(nn.Module):
             self.k_norm(self.k_proj(context_ND).unflatten(-1, heads)), context_angles
         )
         context_v = self.v_proj(context_ND).unflatten(-1, heads)
-        parts = [
-            block_attention(q[a], context_k[n], context_v[n], k[a], v[a], visible)
-            for a, n, visible in groups
-        ]
+        anchors, rows, visible = zip(*groups, strict=True)
+        pieces = zip(
+            cut(q, anchors), cut(context_k, rows), cut(context_v, rows), cut(k, anchors),
+            cut(v, anchors), visible, strict=True,
+        )  # fmt: skip
+        parts = [block_attention(*piece) for piece in pieces]
         return self.o_proj(torch.cat(parts) if len(parts) > 1 else parts[0])
 
 
@@ -143,3 +147,12 @@ def group_by_sequence(visible_AN: Tensor) -> Groups:
             groups.append((slice(start, a), columns, visible_AN[start:a, columns]))
             start = a
     return groups
+
+
+def cut(x: Tensor, slices: Sequence[slice]) -> Sequence[Tensor]:
+    """`x[s]` for every slice. Slices that tile `x` are split off together: the gradient of a lone slice
+    is a zeroed copy of all of `x`."""
+    edges = [0, *(s.stop for s in slices)]
+    if edges[-1] == len(x) and edges[:-1] == [s.start for s in slices]:
+        return x.split([s.stop - s.start for s in slices])
+    return [x[s] for s in slices]

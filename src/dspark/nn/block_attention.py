@@ -26,14 +26,21 @@ def block_attention(
     N, G = context_keys_NGd.shape[:2]
     S = H // G
     # Every key head serves its S query heads as extra rows of one product: keys are never repeated.
-    queries = queries_AKHd.view(A, K, G, S, d).permute(2, 3, 0, 1, 4)
+    queries = (queries_AKHd * d**-0.5).view(A, K, G, S, d).permute(2, 3, 0, 1, 4)
     queries = queries.reshape(G, S * A * K, d)
     context = torch.bmm(queries, context_keys_NGd.permute(1, 2, 0))
-    context = context.view(G, S, A, K, N).float()
     if visible_AN is not None:
-        context = context.masked_fill(~visible_AN[:, None, :], -torch.inf)
-    own = torch.matmul(queries.view(G, S, A, K, d), keys_AKGd.permute(2, 0, 3, 1)[:, None]).float()
-    weights = (torch.cat([context, own], -1) * d**-0.5).softmax(-1).to(values_AKGd.dtype)
-    out = torch.bmm(weights[..., :N].reshape(G, S * A * K, N), context_values_NGd.transpose(0, 1))
-    own_out = torch.matmul(weights[..., N:], values_AKGd.permute(2, 0, 1, 3)[:, None])
-    return (out.view(G, S, A, K, d) + own_out).permute(2, 3, 0, 1, 4).reshape(A, K, H * d)
+        hidden = ~visible_AN[:, None, :].expand(A, K, N).reshape(1, A * K, N)
+        context.masked_fill_(hidden.repeat(1, S, 1), -torch.inf)
+    own = torch.matmul(queries.view(G, S * A, K, d), _repeat(keys_AKGd, S).transpose(-1, -2))
+    scores = torch.cat([context.view(G, S * A, K, N), own], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(values_AKGd.dtype)
+    shared, block = weights.split([N, K], -1)
+    out = torch.bmm(shared.reshape(G, S * A * K, N), context_values_NGd.transpose(0, 1))
+    out = out.view(G, S * A, K, d) + torch.matmul(block, _repeat(values_AKGd, S))
+    return out.view(G, S, A, K, d).permute(2, 3, 0, 1, 4).reshape(A, K, H * d)
+
+
+def _repeat(x_AKGd: Tensor, times: int) -> Tensor:
+    """[A, K, G, d] -> [G, times * A, K, d]: small enough to copy, and then one flat batch."""
+    return x_AKGd.permute(2, 0, 1, 3).repeat(1, times, 1, 1)

@@ -4,6 +4,8 @@ Normalisation, rotary angles and softmax run in float32 whatever the matrices ru
 decision 6).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,27 @@ from torch import Tensor, nn
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, computed and returned in float32."""
     return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+
+
+class _TrainedRMSNorm(torch.autograd.Function):
+    """The same with a backward in closed form: a third of the time of torch's composite one on CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = x * inverse_rms
+        ctx.save_for_backward(unit, inverse_rms, weight)
+        return unit * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        unit, inverse_rms, weight = ctx.saved_tensors
+        along = grad * unit
+        grad_weight = along.flatten(0, -2).sum(0)
+        mean = (along @ weight).div_(len(weight)).unsqueeze(-1)
+        grad_x = (grad * weight).sub_(torch.mul(unit, mean, out=along)).mul_(inverse_rms)
+        return grad_x, grad_weight, None
 
 
 class RMSNorm(nn.Module):
@@ -23,6 +46,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _TrainedRMSNorm.apply(x.float(), self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
 

@@ -38,8 +38,8 @@ class TrainConfig:
     start: Start = "target"
     """What the weights started from; the caller sets them, this records it."""
     compute_dtype: ComputeDtype = "auto"
-    """Of the matrix products; master weights, softmax and losses are float32. auto: bfloat16 where the
-    processor has matrix units for it (AMX), else float32."""
+    """Of the matrix products; master weights, softmax and losses are float32. auto: bfloat16 where
+    the processor has matrix units for it (AMX), else float32."""
     max_seconds: float | None = None
     """Stop cleanly after this long, to be resumed."""
     save_every_seconds: float = 120.0
@@ -48,7 +48,13 @@ class TrainConfig:
     """Steps between validations; there is one at the end in any case."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "anchors_per_step", "anchors_per_sequence", "log_every", "validate_every"):
+        for name in (
+            "steps",
+            "anchors_per_step",
+            "anchors_per_sequence",
+            "log_every",
+            "validate_every",
+        ):
             value = getattr(self, name)
             _require(isinstance(value, int) and value >= 1, name, value, "a positive integer")
         _require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "above 0")
@@ -59,10 +65,14 @@ class TrainConfig:
         _require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2^63)")
         for name, kind in (("compute_dtype", ComputeDtype), ("start", Start)):
             allowed = kind.__args__  # type: ignore[attr-defined]
-            _require(getattr(self, name) in allowed, name, getattr(self, name), " or ".join(allowed))
+            _require(
+                getattr(self, name) in allowed, name, getattr(self, name), " or ".join(allowed)
+            )
         if self.max_seconds is not None:
             _require(self.max_seconds > 0, "max_seconds", self.max_seconds, "above 0")
-        _require(self.save_every_seconds > 0, "save_every_seconds", self.save_every_seconds, "above 0")
+        _require(
+            self.save_every_seconds > 0, "save_every_seconds", self.save_every_seconds, "above 0"
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
@@ -86,8 +96,8 @@ class TrainConfig:
                 )
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine that would reach 0 at `steps`: step 0 already moves, and so does
-        the last one, however short the run."""
+        """Linear warm-up, then a cosine that would reach 0 at `steps`: step 0 already moves, and so
+        does the last one, however short the run."""
         warm = max(1, round(self.warmup * self.steps))
         if step < warm:
             return self.learning_rate * (step + 1) / warm

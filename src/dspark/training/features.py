@@ -1,9 +1,10 @@
 """Tapped features and final hidden states of training sequences, computed once per run.
 
-They come from a callable (this room knows no target) and lie in memory-mapped shards of bfloat16 rows
-[taps | final], 2 (F + D) bytes a token: 6.9 kB for five taps of width 576. Sequences are known by the hash
-of their token ids, so a store that already holds some of them computes only the others. A shard appears
-under its name when it is whole; whatever a killed run left half-written is ignored and removed.
+They come from a callable (this room knows no target) and lie in memory-mapped shards of bfloat16
+rows [taps | final], 2 (F + D) bytes a token: 6.9 kB for five taps of width 576. Sequences are known
+by the hash of their token ids, so a store that already holds some of them computes only the others.
+A shard appears under its name when it is whole; whatever a killed run left half-written is ignored
+and removed.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from dspark.core.errors import DataError
 from dspark.data.template import TokenIds
 
 FeatureSource = Callable[[list[TokenIds]], list[tuple[Tensor, Tensor]]]
-"""Token ids of some sequences -> for each, (taps [T, F], final hidden states after the norm [T, D])."""
+"""Token ids of sequences -> for each (taps [T, F], hidden states after the final norm [T, D])."""
 
 FORMAT = "dspark-features/1"
 
@@ -110,7 +111,9 @@ class FeatureStore:
                 raise ValueError(f"{data.name} has {data.stat().st_size} bytes")
             mapped = np.memmap(data, dtype=np.uint16, mode="r", shape=(rows, self.width))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{listing} is damaged ({error}); delete the folder to rebuild it") from None
+            raise DataError(
+                f"{listing} is damaged ({error}); delete the folder to rebuild it"
+            ) from None
         start = 0
         for key, length in zip(entry["hashes"], entry["lengths"], strict=True):
             self._places[key] = (len(self._shards), start, length)
@@ -122,7 +125,9 @@ class FeatureStore:
         if not path.exists():
             _write_whole(path, json.dumps(identity).encode())
         elif json.loads(path.read_text()) != identity:
-            raise DataError(f"{self.folder} holds features of another target or other taps; delete it")
+            raise DataError(
+                f"{self.folder} holds features of another target or other taps; delete it"
+            )
 
 
 def _hash(token_ids: TokenIds) -> str:

@@ -10,24 +10,28 @@ from dspark.core.errors import ConfigError
 from dspark.drafters.dspark import DSparkModel
 from dspark.nn.seams import Binding
 from dspark.training.batch import Batch
-from dspark.training.vocab_head import VocabHead, vocab_losses
+from dspark.training.vocab_head import VocabHead, VocabInputs, vocab_losses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """ce * CE + l1 * ||draft - target||_1 + confidence * BCE(confidence, 1 - TV), position-weighted."""
+    """ce * CE + l1 * ||draft - target||_1 + confidence * BCE(confidence, 1 - TV),
+    position-weighted."""
 
     ce: float = 0.1
     l1: float = 0.9
     """Weighs the whole L1 distance, not its half, the total variation."""
     confidence: float = 1.0
     loss_decay: float = 4.0
-    """Slot k weighs exp(-k / loss_decay). Not the block size: the released recipe has 4 for blocks of 7."""
+    """Slot k weighs exp(-k / loss_decay). Not the block size: the released recipe has 4 for blocks
+    of 7."""
 
     def __post_init__(self) -> None:
         for name in ("ce", "l1", "confidence"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; a loss weight must be at least 0")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; a loss weight must be at least 0"
+                )
         if not self.loss_decay > 0:
             raise ConfigError(f"loss_decay is {self.loss_decay}; it must be above 0")
 
@@ -72,9 +76,9 @@ def objective(
 ) -> Step:
     """Forward of one batch: loss and metrics.
 
-    The loss is a sum over supervised slots divided by `total_weight`, the sum of slot weights over all
-    ranks and accumulated batches of the step (default: this batch's own), so that splitting a step
-    changes nothing.
+    The loss is a sum over supervised slots divided by `total_weight`, the sum of slot weights over
+    all ranks and accumulated batches of the step (default: this batch's own), so that splitting a
+    step changes nothing.
     """
     hidden_AKD = model.forward_blocks(
         binding,
@@ -90,25 +94,28 @@ def objective(
     weights_M = weights_AK[chosen] / total
     hidden_MD, previous_M = hidden_AKD[chosen], batch.previous_AK[chosen]
     if model.markov_head is None:
-        latent_Mr, w2_Vr = hidden_MD.new_empty(len(hidden_MD), 0), hidden_MD.new_empty(binding.vocab_size, 0)
+        latent_Mr, w2_Vr = (
+            hidden_MD.new_empty(len(hidden_MD), 0),
+            hidden_MD.new_empty(binding.vocab_size, 0),
+        )
     else:
         latent_Mr, w2_Vr = model.markov_head.embed(previous_M), model.markov_head.markov_w2.weight
-    losses = vocab_losses(
-        head,
+    inputs = VocabInputs(
         hidden_MD=hidden_MD,
         latent_Mr=latent_Mr,
         w2_Vr=w2_Vr,
         teacher_hidden_MD=batch.teacher_MD,
         labels_M=batch.labels_AK[chosen],
         weights_M=weights_M,
-        ce=config.ce,
-        l1=config.l1,
     )
+    losses = vocab_losses(head, inputs, ce=config.ce, l1=config.l1)
     loss, confidence_M = losses.loss, None
     if model.confidence_head is not None:
         # Its gradient reaches the backbone and W1; its label, 1 - TV, has none.
         confidence_M = model.confidence(hidden_MD, previous_M).float()
-        bce_M = F.binary_cross_entropy_with_logits(confidence_M, losses.acceptance_M, reduction="none")
+        bce_M = F.binary_cross_entropy_with_logits(
+            confidence_M, losses.acceptance_M, reduction="none"
+        )
         loss = loss + config.confidence * (weights_M * bce_M).sum()
     with torch.no_grad():
         metrics = _metrics(losses.acceptance_M, losses.cross_entropy_M, confidence_M, chosen)
@@ -118,18 +125,23 @@ def objective(
 
 
 def _metrics(
-    acceptance_M: Tensor, cross_entropy_M: Tensor, confidence_M: Tensor | None, supervised_AK: Tensor
+    acceptance_M: Tensor,
+    cross_entropy_M: Tensor,
+    confidence_M: Tensor | None,
+    supervised_AK: Tensor,
 ) -> dict[str, Ratio]:
     """Analytic numbers, teacher-forced: nothing is sampled.
 
     accepted_length: 1 + sum over k of the product of 1 - TV up to k, mean over blocks.
-    acceptance: mean 1 - TV of each slot. conditional_acceptance: the same, weighed by the chance that
-    everything before was accepted (what figure 2 of the paper plots).
+    acceptance: mean 1 - TV of each slot. conditional_acceptance: the same, weighed by the chance
+    that everything before was accepted (what figure 2 of the paper plots).
     """
     acceptance_AK = torch.zeros(supervised_AK.shape, device=acceptance_M.device)
     acceptance_AK[supervised_AK] = acceptance_M
     survival_AK = acceptance_AK.cumprod(1)
-    reached_AK = torch.cat([torch.ones_like(survival_AK[:, :1]), survival_AK[:, :-1]], 1) * supervised_AK
+    reached_AK = (
+        torch.cat([torch.ones_like(survival_AK[:, :1]), survival_AK[:, :-1]], 1) * supervised_AK
+    )
     blocks = supervised_AK[:, 0].sum()
     metrics = {
         "accepted_length": Ratio(blocks + survival_AK.sum(), blocks),

@@ -1,7 +1,7 @@
 """The state of a run on disk: everything a resumed run needs to continue bit for bit.
 
-Two generations: a new state is written whole beside the old one and takes its name by a rename, so that at
-any moment at least one of `state.safetensors` and `state.previous.safetensors` is complete.
+Two generations: a new state is written whole beside the old one and takes its name by a rename, so
+that at any moment at least one of `state.safetensors` and `state.previous.safetensors` is complete.
 """
 
 import json
@@ -40,7 +40,7 @@ def save_state(folder: Path, state: RunState) -> None:
 
 
 def load_state(folder: Path) -> RunState | None:
-    """The newest complete state; None if there is none yet. DataError if all there is is damaged."""
+    """The newest complete state; None if there is none. DataError if what there is is damaged."""
     found = [folder / name for name in _NAMES if (folder / name).exists()]
     for path in found:
         try:

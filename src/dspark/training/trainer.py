@@ -1,7 +1,8 @@
 """The training run: steps, validation, saving, stopping, resuming.
 
-Every random choice is a function of (seed, epoch, sequence), so weights, optimiser moments, the step and
-the cursor are the whole state: a run that was killed and resumed ends in the same bits (law 9).
+Every random choice is a function of (seed, epoch, sequence), so weights, optimiser moments, the
+step and the cursor are the whole state: a run that was killed and resumed ends in the same bits
+(law 9).
 """
 
 import hashlib
@@ -45,8 +46,8 @@ class TrainResult:
     finished: bool
     """False: stopped by `max_seconds`, to be resumed."""
     validation: Metrics
-    """accepted_length, acceptance and conditional_acceptance per slot, cross_entropy, confidence_error;
-    empty without held-out sequences."""
+    """accepted_length, acceptance and conditional_acceptance per slot, cross_entropy,
+    confidence_error; empty without held-out sequences."""
 
 
 class Trainer:
@@ -67,7 +68,8 @@ class Trainer:
     ) -> None:
         """Starts the run, or resumes it if the folder holds its state.
 
-        `report` gets every line of metrics. DataError or ConfigError if the folder's run is another one.
+        `report` gets every line of metrics. DataError or ConfigError if the folder's run is another
+        one.
         """
         self.model, self.binding, self.store, self.config = model, binding, store, config
         self.sequences, self.held_out = sequences, held_out
@@ -146,7 +148,9 @@ class Trainer:
         self.seconds += self.clock() - mark
         if finished:
             self.save()
-            self._log({"step": self.step, "seconds": round(self.seconds, 1), "validation": validation})
+            self._log(
+                {"step": self.step, "seconds": round(self.seconds, 1), "validation": validation}
+            )
         return TrainResult(self.step, self.positions, self.seconds, finished, validation)
 
     @torch.no_grad()
@@ -191,8 +195,8 @@ class Trainer:
             )
         if numbers["compute_dtype"] != str(self.dtype):
             raise DataError(
-                f"{self.folder} was computed in {numbers['compute_dtype']}, here it would be {self.dtype}; "
-                f"start another run folder"
+                f"{self.folder} was computed in {numbers['compute_dtype']}, here it would be "
+                f"{self.dtype}; start another run folder"
             )
         prefix = "model."
         weights = {k[len(prefix) :]: v for k, v in state.tensors.items() if k.startswith(prefix)}
@@ -200,7 +204,7 @@ class Trainer:
             self.model.load_state_dict(weights)
         except RuntimeError:
             raise DataError(
-                f"{self.folder} holds a drafter of another shape; use its settings or another run folder"
+                f"{self.folder} holds a drafter of another shape; start another run folder"
             ) from None
         for name, parameter in self.model.named_parameters():
             entry = f"optimizer.{name}."
@@ -218,8 +222,9 @@ class Trainer:
         path = self.folder / f"bad-batch-{self.step}.safetensors"
         save_file({name: getattr(batch, name) for name in Batch.__slots__}, path)
         return DSparkError(
-            f"step {self.step}: the loss is {step.loss.item()} and the gradient norm {norm}; the weights are "
-            f"those before this step, its batch is in {path}; lower learning_rate, or check the features"
+            f"step {self.step}: the loss is {step.loss.item()} and the gradient norm {norm}; "
+            f"the weights are those before this step, its batch is in {path}; "
+            f"lower learning_rate, or check the features"
         )
 
     def _log_window(self) -> None:
@@ -241,7 +246,7 @@ class Trainer:
         self.report(metrics)
 
     def _trim_metrics(self) -> None:
-        """Drops the lines of steps that a killed run took after its last save, and a torn last line."""
+        """Drops a torn last line, and the lines of steps taken after the last save."""
         path = self.folder / "metrics.jsonl"
         if path.exists():
             lines = path.read_text().split("\n")[:-1]
