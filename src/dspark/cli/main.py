@@ -15,10 +15,14 @@ import typer
 from dspark import __version__
 from dspark.cli.bench import bench
 from dspark.cli.eval import evaluate
+from dspark.cli.generate import generate
 from dspark.cli.output import print_error
+from dspark.cli.train import train
 from dspark.core.errors import DSparkError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
+    "generate": generate,
+    "train": train,
     "eval": evaluate,
     "bench": bench,
 }

@@ -210,7 +210,7 @@ class Generation:
         self._tokenizer = llm.tokenizer
         # A seed is drawn here, so that the result can say it; the rule is what the request asked for.
         self._seeds = [p.seed if p.seed is not None else secrets.randbits(63) for p in params]
-        page = EngineConfig.page_size
+        page = EngineConfig().page_size
         needs = sorted(
             -(-(len(prompt) + p.max_new_tokens) // page) * page
             for prompt, p in zip(prompts, params, strict=True)

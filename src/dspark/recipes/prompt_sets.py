@@ -27,6 +27,10 @@ class Job:
     prompt: tuple[int, ...]
     params: SamplingParams
 
+    def with_sampling(self, sampling: SamplingParams) -> "Job":
+        """The same text to be, under other parameters; the seed stays."""
+        return replace(self, params=replace(sampling, seed=self.params.seed))
+
 
 def shipped_prompts() -> Path:
     """The folder of ten prompts per domain that comes with the package."""

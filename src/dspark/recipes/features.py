@@ -1,0 +1,60 @@
+"""Tapped features and final hidden states of whole sequences, from the target's own forward."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.data.template import TokenIds
+from dspark.nn.attention import KEY_TILE
+from dspark.nn.kv_cache import KVStore, PagePool, PageTable
+from dspark.nn.seams import RaggedBatch, Target
+
+_ROWS = 512
+"""Tokens of one forward."""
+
+
+class FeatureExtractor:
+    """A `training.features.FeatureSource`: sequences in, (taps [T, F], final [T, D]) of each out."""
+
+    def __init__(self, target: Target, tap_layers: tuple[int, ...]) -> None:
+        self.target = target
+        self.tap_layers = tap_layers
+
+    def __call__(self, sequences: list[TokenIds]) -> list[tuple[Tensor, Tensor]]:
+        longest = max(len(ids) for ids in sequences)
+        pool = PagePool(1, longest)
+        store = KVStore(self.target.kv_shape, longest, read_ahead=KEY_TILE)
+        table = pool.allocate(longest)
+        results = []
+        for ids in sequences:
+            taps, finals = [], []
+            for start in range(0, len(ids), _ROWS):
+                chunk = ids[start : start + _ROWS]
+                output = self.target.forward(
+                    _chunk_batch(chunk, start, table),
+                    store,
+                    logit_rows_M=torch.zeros(1, dtype=torch.int64),
+                    tap_layers=self.tap_layers,
+                    want_final=True,
+                )
+                assert output.taps_NF is not None
+                assert output.final_ND is not None
+                taps.append(output.taps_NF)
+                finals.append(output.final_ND)
+            results.append((torch.cat(taps), torch.cat(finals)))
+        return results
+
+
+def _chunk_batch(chunk: Sequence[int], start: int, table: PageTable) -> RaggedBatch:
+    end = start + len(chunk)
+    return RaggedBatch(
+        tokens_N=torch.tensor([int(token) for token in chunk]),
+        positions_N=torch.arange(start, end),
+        requests_N=torch.zeros(len(chunk), dtype=torch.int64),
+        slots_N=table.slots(start, end),
+        starts=(0, len(chunk)),
+        context_lengths=(end,),
+        tables=(table,),
+        exact=False,
+    )

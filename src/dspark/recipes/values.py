@@ -1,0 +1,24 @@
+"""Values that commands take as text, checked by those who own them."""
+
+import difflib
+from typing import Any, cast
+
+from dspark.core.errors import ConfigError
+from dspark.core.sampling import RULES, VerificationRule
+from dspark.nn.linear import KINDS, WeightKind
+
+
+def rule_value(text: str | None) -> VerificationRule | None:
+    return cast(VerificationRule | None, _one_of("verification", text, RULES))
+
+
+def weights_value(text: str | None) -> WeightKind | None:
+    return cast(WeightKind | None, _one_of("weights", text, KINDS))
+
+
+def _one_of(name: str, text: str | None, allowed: tuple[Any, ...]) -> str | None:
+    if text is None or text in allowed:
+        return text
+    near = difflib.get_close_matches(text, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{name} is {text!r}; it must be {' or '.join(allowed)}{hint}")
