@@ -29,11 +29,11 @@ class Acceptance:
     conditional: tuple[float | None, ...]
     """Per position: accepted, among rounds that judged it and accepted all before it (figure 2)."""
     survival: tuple[float | None, ...]
-    """Per position: accepted up to it, among rounds that offered it (DeepSpec's `accept_rate@k`)."""
+    """Per position: accepted up to it, of rounds that judged it (DeepSpec's `accept_rate@k`)."""
 
 
 def judged(record: RoundRecord) -> int:
-    """Draft tokens whose acceptance counts: those offered, cut after an end of text inside the run."""
+    """Draft tokens whose acceptance counts: those offered, cut where the text ended inside."""
     cut = record.ended and record.emitted == record.accepted
     return record.accepted if cut else record.admitted
 

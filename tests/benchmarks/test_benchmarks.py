@@ -1,0 +1,159 @@
+"""The benchmark scripts run, on a tiny target. What they call is tested where it lives."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from dspark.core.errors import ConfigError, DSparkError, MissingExtraError
+from dspark.core.sampling import SamplingParams
+from dspark.recipes.progress import Progress
+from dspark.recipes.prompt_sets import Job
+from tests.recipes.tiny import write_all, write_prompts
+
+FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts import each other from their own folder, as they do when they are run."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in ("common", "single_stream", "llama_cpp"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("benchmarks")
+    write_all(folder)
+    turns = [f"question {i}" for i in range(60)]
+    for name in ("gsm8k", "math500", "humaneval"):
+        write_prompts(folder / f"{name}.jsonl", turns)
+    return folder
+
+
+def job(domain: str, line: int = 1) -> Job:
+    return Job(domain, line, 0, (5, 6, 7), SamplingParams(temperature=0.0, max_new_tokens=9))
+
+
+def test_single_stream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import single_stream
+
+    files = [str(folder / f"{name}.jsonl") for name in ("gsm8k", "math500", "humaneval")]
+    result = single_stream.main(
+        ["--files", *files, "--target", str(folder / "target"), "--draft", str(folder / "draft"),
+         "--weights", "fp32", "--limit", "1", "--max-new-tokens", "5"]
+    )  # fmt: skip
+    assert result["prompts"] == 3
+    assert {*result["plain_over_transformers"]} == {"math", "code", "all"}
+    assert {*result["dspark_over_plain"]} == {*result["accepted_length"]} == {"0", "1"}
+    assert {*result["dspark_over_plain"]["1"]} == {"math", "code", "all"}
+    assert all(length >= 1.0 for length in result["accepted_length"]["1"].values())
+    assert sum(result["phases"]["0"].values()) == pytest.approx(1.0)
+    out = capsys.readouterr().out
+    assert "plain / transformers: math" in out
+    assert "DSpark / plain at temperature 1: math" in out
+
+
+def test_single_stream_needs_a_drafter(folder: Path) -> None:
+    import single_stream
+
+    with pytest.raises(ConfigError, match="no drafter"):
+        single_stream.main(
+            ["--files", str(folder / "gsm8k.jsonl"), "--target", str(folder / "target"),
+             "--weights", "fp32", "--max-new-tokens", "5"]
+        )  # fmt: skip
+
+
+def test_contenders_take_turns_and_ratios_are_of_summed_times() -> None:
+    import common
+
+    order: list[tuple[str, int]] = []
+
+    def contender(name: str, tokens: int, seconds: float) -> common.Contender:
+        def run(job: Job) -> common.Timing:
+            order.append((name, job.line))
+            return common.Timing(tokens * job.line, seconds)
+
+        return run
+
+    timings = common.interleave(
+        {"a": contender("a", 10, 1.0), "b": contender("b", 10, 4.0)},
+        [job("gsm8k", 1), job("aime24", 2), job("other", 3)],
+        repeats=1,
+        progress=Progress(quiet=True),
+    )
+    warm_up, counted = order[:2], order[2:]
+    assert warm_up == [("a", 1), ("b", 1)]
+    assert counted == [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
+    assert timings["a"]["math"].tokens == 10 + 20  # gsm8k and aime24 are math
+    assert timings["b"]["math"].seconds == 8.0
+    assert common.ratios(timings, "a", "b") == {"math": 4.0, "other": 4.0, "all": 4.0}
+
+
+def test_the_result_is_the_last_line_and_an_error_is_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import common
+
+    common.finish(lambda: {"ratio": 1.5})
+    assert json.loads(capsys.readouterr().out) == {"ratio": 1.5}
+
+    def fail() -> dict[str, float]:
+        raise ConfigError("no such\nthing")
+
+    with pytest.raises(SystemExit) as exit_:
+        common.finish(fail)
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "error: no such thing\n"
+
+
+def fake_xllamacpp(answer: dict[str, object], seen: list[dict[str, object]]) -> ModuleType:
+    class Server:
+        def __init__(self, params: SimpleNamespace) -> None:
+            seen.append(vars(params))
+
+        def handle_completions(self, request: dict[str, object]) -> dict[str, object]:
+            seen.append(request)
+            return answer
+
+    def params() -> SimpleNamespace:
+        parts = ("model", "cpuparams", "cpuparams_batch")
+        return SimpleNamespace(**{part: SimpleNamespace() for part in parts})
+
+    module = ModuleType("xllamacpp")
+    module.CommonParams, module.Server = params, Server  # type: ignore[attr-defined]
+    return module
+
+
+def test_llama_cpp_gets_the_same_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llama_cpp
+
+    seen: list[dict[str, object]] = []
+    answer = {"usage": {"completion_tokens": 9}}
+    monkeypatch.setitem(sys.modules, "xllamacpp", fake_xllamacpp(answer, seen))
+    contender = llama_cpp.llama_cpp_contender(Path("x.gguf"), [job("gsm8k")], threads=1)
+    assert contender(job("gsm8k")).tokens == 9
+    params, request = seen
+    assert params["n_ctx"] >= 3 + 9  # type: ignore[operator]
+    assert request["prompt"] == [5, 6, 7]
+    assert (request["n_predict"], request["temperature"]) == (9, 0.0)
+    assert request["cache_prompt"] is False
+
+
+def test_llama_cpp_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llama_cpp
+
+    monkeypatch.setitem(sys.modules, "xllamacpp", fake_xllamacpp({"error": "full"}, []))
+    contender = llama_cpp.llama_cpp_contender(Path("x.gguf"), [job("gsm8k")], threads=1)
+    with pytest.raises(DSparkError, match="full"):
+        contender(job("gsm8k"))
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'dspark\[bench\]'"):
+        llama_cpp.llama_cpp_contender(Path("x.gguf"), [job("gsm8k")], threads=1)
+    with pytest.raises(ConfigError, match="not a GGUF file"):
+        llama_cpp.main(["--target", "folder"])
