@@ -18,6 +18,7 @@ from dspark.recipes.llm import LLM
 from dspark.recipes.load import closed_loop
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job, gather_prompts, make_jobs
+from dspark.recipes.values import weights_value
 
 DOMAINS = {
     "gsm8k": "math", "math500": "math", "aime24": "math", "aime25": "math",
@@ -129,7 +130,7 @@ def setup(args: argparse.Namespace, progress: Progress) -> tuple[LLM, list[Job]]
     llm = LLM(
         args.target,
         draft=None if args.draft == "none" else args.draft,
-        weights=args.weights,
+        weights=weights_value(args.weights),
         threads=args.threads,
         progress=progress,
     )

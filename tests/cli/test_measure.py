@@ -97,8 +97,9 @@ def test_bench(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "words"),
     [
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--verification", "typical"], "verification is typical"),
+        (["--verification", "typical"], "verification is 'typical'"),
         (["--policy", "fixed:9"], "block of 3 tokens"),
+        (["--weights", "fp8"], "weights is 'fp8'"),
         (["--split", "test"], "split is 'test'"),
         (["--limit", "0"], "limit is 0"),
         (["--prompts", "nowhere.jsonl"], "no prompt file"),

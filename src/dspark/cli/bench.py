@@ -52,23 +52,19 @@ def bench(
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
+    from dspark.recipes.values import rule_value, weights_value
 
     sampling = SamplingParams(
         temperature=temperature,
         max_new_tokens=max_new_tokens,
-        verification=verification,  # type: ignore[arg-type]  # checked by SamplingParams
+        verification=rule_value(verification),
     )
     progress = Progress()
-    chosen = gather_prompts(
-        prompts,
-        split=split,  # type: ignore[arg-type]
-        limit=limit,
-        say=progress.say,
-    )
+    chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(
         target,
         draft=draft or "auto",
-        weights=weights,  # type: ignore[arg-type]
+        weights=weights_value(weights),
         threads=threads,
         progress=progress,
     )

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from dspark.core.errors import ConfigError, DataError
 from dspark.core.random import derive_seed
@@ -13,8 +12,7 @@ from dspark.data.prompts import Prompt, read_prompts
 from dspark.data.template import encode_prompt
 from dspark.recipes.llm import LLM
 
-Split = Literal["validation", "all"]
-SPLITS: tuple[Split, ...] = ("validation", "all")
+SPLITS = ("validation", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ def shipped_prompts() -> Path:
 def gather_prompts(
     paths: Sequence[Path] | None = None,
     *,
-    split: Split | None = None,
+    split: str | None = None,
     limit: int | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> list[Prompt]:
