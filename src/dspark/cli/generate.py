@@ -10,12 +10,15 @@ from dspark.cli.output import Screen, print_note
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; the target's chat template is applied.")],
+    prompt: Annotated[
+        str, typer.Argument(help="What to ask; the target's chat template is applied.")
+    ],
     compare: Annotated[
         bool,
         typer.Option(
             "--compare",
-            help="Also decode without speculation: speed of both, and whether the tokens are the same.",
+            help="Also decode without speculation: the speed of both, and whether the tokens "
+            "are the same.",
         ),
     ] = False,
     target: options.Target = None,
@@ -99,8 +102,9 @@ def generate(
         seconds = time.perf_counter() - started
         [output] = generation.outputs()
         print_note(
-            f"{len(output.token_ids)} tokens in {seconds:.1f} s ({len(output.token_ids) / seconds:.1f} "
-            f"tokens/s), accepted length {output.accepted_length or 1:.2f}, seed {output.seed}"
+            f"{len(output.token_ids)} tokens in {seconds:.1f} s "
+            f"({len(output.token_ids) / seconds:.1f} tokens/s), "
+            f"accepted length {output.accepted_length or 1:.2f}, seed {output.seed}"
         )
         document = {
             "output_tokens": len(output.token_ids),

@@ -98,7 +98,9 @@ def train(
         vocab_size=loaded.target.vocab_size,
     )
     if responses_per_prompt:
-        regenerate(loaded, read, responses, RegenerateConfig(max_new_tokens=max_new_tokens), progress)
+        regenerate(
+            loaded, read, responses, RegenerateConfig(max_new_tokens=max_new_tokens), progress
+        )
     result = train_drafter(
         loaded, read, responses.responses, job, run, output, shlex.join(sys.argv), progress
     )

@@ -1,15 +1,16 @@
 """Counter-based random streams (DESIGN decision 8).
 
-Every draw is a pure function of its key. Keys never hold a request id, a batch position or a time, so
-draws do not depend on batch composition, preemption or thread timing:
+Every draw is a pure function of its key. Keys never hold a request id, a batch position or a time,
+so draws do not depend on batch composition, preemption or thread timing:
 
 * `coupled`:   (seed, choice index, generated-token index, token id), the same in every round;
-* `rejection`: (seed, choice index, round number, slot, purpose), a fresh round number for every round,
-  abandoned ones included. Keying these by position would let a position that was drafted, left
-  unverified and drafted again reuse its noise, which biases the output (law 1 has the mutation).
+* `rejection`: (seed, choice index, round number, slot, purpose), a fresh round number for every
+  round, abandoned ones included. Keying these by position would let a position that was drafted,
+  left unverified and drafted again reuse its noise, which biases the output (law 1 has the
+  mutation).
 
-Philox's 128-bit key holds (seed, choice and domain); its 256-bit counter holds what the domain indexes.
-Uniforms have 53 bits: 24-bit ones misdraw tokens of probability 1e-7.
+Philox's 128-bit key holds (seed, choice and domain); its 256-bit counter holds what the domain
+indexes. Uniforms have 53 bits: 24-bit ones misdraw tokens of probability 1e-7.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ class RequestRandom:
     choice: int = 0
 
     def coupled_exponentials(self, position: int, vocab_size: int) -> FloatArray:
-        """Unit exponentials [V], one a token id, of the `position`-th generated token (0 is prefill's)."""
+        """Unit exponentials [V], one a token id, of the `position`-th generated token (0 is
+        prefill's)."""
         return _exponential(self._generator(_COUPLED, position).random(vocab_size))
 
     def round_exponentials(self, round_number: int, slots: int, count: int) -> FloatArray:
@@ -63,6 +65,7 @@ def _exponential(uniforms: FloatArray) -> FloatArray:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) from parts such as (--seed, file, line, sample); stable across machines."""
+    """A seed in [0, 2^63) from parts such as (--seed, file, line, sample); stable across
+    machines."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,14 +1,16 @@
 """What one serving step leaves behind: the only source of every serving statistic.
 
-`engine` writes these records; evaluation, reports and (later) the simulator and the dashboard read them.
+`engine` writes these records; evaluation, reports and (later) the simulator and the dashboard read
+them.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 TokenFate = Literal["accepted", "corrected", "bonus", "plain"]
-"""How an output token came about: a draft token that was accepted, the target's token after a rejection,
-the target's token after a whole accepted run, or plain decoding (prefill's first token included)."""
+"""How an output token came about: a draft token that was accepted, the target's token after a
+rejection, the target's token after a whole accepted run, or plain decoding (prefill's first token
+included)."""
 
 FinishReason = Literal["stop", "length"]
 
@@ -27,11 +29,13 @@ class RoundRecord:
     accepted: int
     """Accepted draft tokens, cut at the end of the text."""
     emitted: int
-    """Tokens that reached the output: accepted + 1, without the + 1 when the text ended inside the run."""
+    """Tokens that reached the output: accepted + 1, without the + 1 when the text ended inside the
+    run."""
     ended: bool
     """The text ended in this round (EOS, stop token or length)."""
     confidence: tuple[float, ...] = ()
-    """Raw confidence logits per position, as the drafter gave them; empty without a confidence head."""
+    """Raw confidence logits per position, as the drafter gave them; empty without a confidence
+    head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

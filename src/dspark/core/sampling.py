@@ -12,7 +12,8 @@ RULES: tuple[VerificationRule, ...] = ("rejection", "coupled")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Defaults follow the field (vLLM): plain sampling at temperature 1."""
+    """How one request is sampled. Defaults follow the field (vLLM): plain sampling at temperature
+    1."""
 
     temperature: float = 1.0
     """0 is greedy decoding: a one-hot distribution on the most likely token."""
@@ -40,7 +41,9 @@ class SamplingParams:
         if self.seed is not None:
             _check(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2^63)")
         if self.verification is not None:
-            _check(self.verification in RULES, "verification", self.verification, " or ".join(RULES))
+            _check(
+                self.verification in RULES, "verification", self.verification, " or ".join(RULES)
+            )
 
     @property
     def rule(self) -> VerificationRule:

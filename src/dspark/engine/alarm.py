@@ -11,8 +11,9 @@ LEAST_ACCEPTED_LENGTH = 1.05
 class AcceptanceAlarm:
     """Warns, once, when the last 200 drafted rounds accepted next to nothing.
 
-    That is the mark of a drafter read under the wrong slot or layer convention, or trained for another
-    model or chat template; text alone would not show it, because verification keeps the output right.
+    That is the mark of a drafter read under the wrong slot or layer convention, or trained for
+    another model or chat template; text alone would not show it, because verification keeps the
+    output right.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class AcceptanceAlarm:
             return None
         self._rung = True
         return (
-            f"accepted length is {accepted_length:.3f} over the last {ROUNDS} rounds: the drafter does not "
-            f"fit what it is used for. Check that it was trained for this target, chat template and slot "
-            f"convention, or run with --policy off"
+            f"accepted length is {accepted_length:.3f} over the last {ROUNDS} rounds: the drafter "
+            f"does not fit what it is used for. Check that it was trained for this target, chat "
+            f"template and slot convention, or run with --policy off"
         )

@@ -14,7 +14,8 @@ from dspark.nn.seams import DraftBlock, RaggedBatch
 class StepBatch:
     ragged: RaggedBatch
     logit_rows_M: Tensor
-    """Rows that are sampled from: all rows of decoding requests, the last row of finished prompts."""
+    """Rows that are sampled from: all rows of decoding requests, the last row of finished
+    prompts."""
     row_params: tuple[int, ...]
     """For each of the M rows: index into `sampled`."""
     sampled: tuple[RequestState, ...]
@@ -34,7 +35,8 @@ def build_batch(
     chunk_tokens: int,
     row_exact: bool,
 ) -> StepBatch:
-    """Each decoding request brings its anchor and `admitted` draft tokens, each prompt its next chunk."""
+    """Each decoding request brings its anchor and `admitted` draft tokens, each prompt its next
+    chunk."""
     drafted = draft.tokens_RK.tolist() if draft is not None else []
     runs: list[tuple[RequestState, list[int]]] = []
     for r, state in enumerate(decoding):

@@ -15,13 +15,13 @@ class EngineConfig:
     cache_tokens: int = 32 * 1024
     """KV budget of target and drafter together, in tokens."""
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What keys and values are stored and attended in. bfloat16 halves the memory and the time that long
-    contexts and large batches spend on it, and is a slightly other target."""
+    """What keys and values are stored and attended in. bfloat16 halves the memory and the time that
+    long contexts and large batches spend on it, and is a slightly other target."""
     page_size: int = 64
     """Tokens of a page."""
     row_exact: bool = True
-    """Make a row's result independent of the batch, for batches that hold a greedy or `coupled` request
-    (law 5). Off is for timing plain decoding without tiles that only speculation needs."""
+    """Make a row's result independent of the batch, for batches that hold a greedy or `coupled`
+    request (law 5). Off is for timing plain decoding without tiles that only speculation needs."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "chunk_tokens", "cache_tokens", "page_size"):

@@ -1,4 +1,5 @@
-"""The serving engine: one step is draft, schedule, batch, verify, commit, record (DESIGN section 4)."""
+"""The serving engine: one step is draft, schedule, batch, verify, commit, record (DESIGN section
+4)."""
 
 import logging
 import secrets
@@ -90,7 +91,8 @@ class Engine:
             raise PromptError("the prompt is empty; give it some text")
         if len(prompt) + params.max_new_tokens > limit:
             raise PromptError(
-                f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}; "
+                f"the prompt has {len(prompt)} tokens and max_new_tokens is "
+                f"{params.max_new_tokens}; "
                 f"together they must fit the context of {limit} tokens"
             )
         if not all(0 <= token < self.target.vocab_size for token in prompt):
@@ -162,7 +164,8 @@ class Engine:
         return events
 
     def _draft(self, decoding: list[RequestState], wanted: np.ndarray) -> DraftBlock | None:
-        """Blocks for the requests that want one; None when none does. Rows are the decoding requests."""
+        """Blocks for the requests that want one; None when none does. Rows are the decoding
+        requests."""
         chosen = np.flatnonzero(wanted)
         if self.drafter is None or self.draft_store is None or len(chosen) == 0:
             return None
@@ -267,7 +270,10 @@ class Engine:
         if rows:
             index = torch.tensor(rows)
             self.drafter.extend_context(
-                output.taps_NF[index], ragged.positions_N[index], ragged.slots_N[index], self.draft_store
+                output.taps_NF[index],
+                ragged.positions_N[index],
+                ragged.slots_N[index],
+                self.draft_store,
             )
 
     # -- bookkeeping ------------------------------------------------------------------------------
@@ -363,7 +369,8 @@ def _spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
 def _fates(admitted: int, accepted: int) -> tuple[TokenFate, ...]:
     if admitted == 0:
         return ("plain",)
-    return ("accepted",) * accepted + ("bonus" if accepted == admitted else "corrected",)
+    drafted: tuple[TokenFate, ...] = ("accepted",) * accepted
+    return (*drafted, "bonus" if accepted == admitted else "corrected")
 
 
 def _confidence_rows(draft: DraftBlock | None) -> list[tuple[float, ...]]:

@@ -1,13 +1,14 @@
 """Attention of one ragged step over paged keys and values.
 
-`AttentionPlan` is built once a step and shared by all layers: which rows attend to which keys, the masks,
-and the groups of requests that one kernel call can serve. `ragged_attention` is the production form (torch's
-fused kernel); `plain_attention` spells the same thing out, is its slow twin in tests, and serves the layers
-that the fused kernel cannot (score softcap, attention sinks).
+`AttentionPlan` is built once a step and shared by all layers: which rows attend to which keys, the
+masks, and the groups of requests that one kernel call can serve. `ragged_attention` is the
+production form (torch's fused kernel); `plain_attention` spells the same thing out, is its slow
+twin in tests, and serves the layers that the fused kernel cannot (score softcap, attention sinks).
 
-Exactness (law 5): the fused CPU kernel walks keys in tiles of 512 and queries in tiles of at least 32 rows.
-With keys padded to whole tiles (masked) and query rows to a multiple of 4, a row's result does not depend
-on how many rows stand beside it. `attention_is_exact` checks that on the running machine.
+Exactness (law 5): the fused CPU kernel walks keys in tiles of 512 and queries in tiles of at least
+32 rows. With keys padded to whole tiles (masked) and query rows to a multiple of 4, a row's result
+does not depend on how many rows stand beside it. `attention_is_exact` checks that on the running
+machine.
 """
 
 from dataclasses import dataclass, field
@@ -21,11 +22,14 @@ from dspark.nn.seams import RaggedBatch
 
 KEY_TILE = 512
 QUERY_TILE = 4
+_PLAIN_ROWS = 64
+"""Rows of one product in `plain_attention`: matrix products round differently from some size on."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Consecutive requests with equal query counts whose keys lie at a constant stride in the store."""
+    """Consecutive requests with equal query counts whose keys lie at a constant stride in the
+    store."""
 
     requests: range
     rows: slice
@@ -161,30 +165,46 @@ def plain_attention(
 ) -> Tensor:
     """The same, spelled out request by request; also with a score softcap and attention sinks."""
     batch = plan.batch
+    heads_per_kv = query_NHD.shape[1] // store.shape.heads[layer]
     pieces = []
     for r, length in enumerate(batch.context_lengths):
-        rows = slice(batch.starts[r], batch.starts[r + 1])
-        keys, values = store.read(layer, batch.tables[r], length, length)
-        repeat = query_NHD.shape[1] // keys.shape[1]
-        scores = torch.einsum(
-            "nhd,lhd->hnl", query_NHD[rows].float(), keys.float().repeat_interleave(repeat, dim=1)
-        )
-        scores = scores * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        positions = batch.positions_N[rows, None]
-        index = torch.arange(length, device=positions.device)
-        hidden = index > positions
-        if window is not None:
-            hidden |= index <= positions - window
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if sinks_H is not None:
-            sink = sinks_H.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
-            scores = torch.cat([scores, sink], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., :length]
-        values = values.float().repeat_interleave(repeat, dim=1)
-        pieces.append(torch.einsum("hnl,lhd->nhd", weights, values))
+        padded = -(-length // KEY_TILE) * KEY_TILE if batch.exact else length
+        keys, values = store.read(layer, batch.tables[r], length, padded)
+        keys, values = keys.float().permute(1, 2, 0), values.float().transpose(0, 1)
+        for first in range(batch.starts[r], batch.starts[r + 1], _PLAIN_ROWS):
+            rows = slice(first, min(first + _PLAIN_ROWS, batch.starts[r + 1]))
+            query = _fold(query_NHD[rows].float(), 1, heads_per_kv)[0]
+            folded = query.shape[1]
+            if batch.exact:
+                query = _pad_queries(query)
+            scores = torch.matmul(query, keys)[:, :folded] * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            positions = batch.positions_N[rows, None].repeat(heads_per_kv, 1)
+            index = torch.arange(padded, device=positions.device)
+            hidden = index > positions
+            if window is not None:
+                hidden |= index <= positions - window
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks_H is not None:
+                sinks = sinks_H.float().view(-1, heads_per_kv, 1)
+                sinks = sinks.repeat_interleave(rows.stop - rows.start, dim=1)
+                # In front: behind the keys they would stand elsewhere for every padding.
+                scores = torch.cat([sinks, scores], dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., -padded:]
+            if batch.exact:
+                weights = _pad_queries(weights)
+            result = _weighted_sum(weights, values)[None, :, :folded]
+            pieces.append(_unfold(result, rows.stop - rows.start))
     return torch.cat(pieces).to(query_NHD.dtype)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """weights [KV, rows, keys] @ values [KV, keys, dim], summed tile by tile of keys: a product over
+    all of them would cut its sums elsewhere when there are more keys."""
+    tiles = zip(weights.split(KEY_TILE, dim=-1), values.split(KEY_TILE, dim=1), strict=True)
+    first, *others = (torch.matmul(w, v) for w, v in tiles)
+    return sum(others, start=first)
 
 
 def _read_group(
@@ -209,7 +229,8 @@ def _read_group(
 
 
 def _fold(query: Tensor, requests: int, heads_per_kv: int) -> Tensor:
-    """[G * n, H, D] -> [G, KV, heads_per_kv * n, D]: the heads that share keys become query rows."""
+    """[G * n, H, D] -> [G, KV, heads_per_kv * n, D]: the heads that share keys become query
+    rows."""
     rows, heads, dim = query.shape
     kv, n = heads // heads_per_kv, rows // requests
     folded = query.view(requests, n, kv, heads_per_kv, dim).permute(0, 2, 3, 1, 4)
@@ -224,6 +245,7 @@ def _unfold(result: Tensor, queries: int) -> Tensor:
 
 
 def _pad_queries(x: Tensor) -> Tensor:
-    """Pads dim -2 to a multiple of QUERY_TILE; padded mask rows see everything, so nothing is NaN."""
+    """Pads dim -2 to a multiple of QUERY_TILE; padded mask rows see everything, so nothing is
+    NaN."""
     missing = -x.shape[-2] % QUERY_TILE
     return F.pad(x, (0, 0, 0, missing)) if missing else x

@@ -1,11 +1,11 @@
 """Paged key/value memory for target and drafter.
 
-A `PagePool` hands out pages; a `PageTable` says which pages a request holds; a `KVStore` is the memory of
-one model, indexed by the slots of those pages. Target and drafter have a store each and share the tables,
-so one budget and one bookkeeping serve both.
+A `PagePool` hands out pages; a `PageTable` says which pages a request holds; a `KVStore` is the
+memory of one model, indexed by the slots of those pages. Target and drafter have a store each and
+share the tables, so one budget and one bookkeeping serve both.
 
-Slots of a page are consecutive. The pool prefers consecutive pages, and then a request's keys are a view
-of the store; otherwise they are gathered.
+Slots of a page are consecutive. The pool prefers consecutive pages, and then a request's keys are a
+view of the store; otherwise they are gathered.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,9 @@ class KVShape:
         return len(self.heads)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        widths = (h * (k + v) for h, k, v in zip(self.heads, self.key_dims, self.value_dims, strict=True))
+        widths = (
+            h * (k + v) for h, k, v in zip(self.heads, self.key_dims, self.value_dims, strict=True)
+        )
         return sum(widths) * dtype.itemsize
 
 
@@ -93,8 +95,12 @@ class PagePool:
         """Pages for `tokens` tokens: the first consecutive run that fits, else whatever is free."""
         count = self.pages_for(tokens)
         if count > self.free_pages:
-            raise OutOfPagesError(f"{count} pages needed, {self.free_pages} of {self.num_pages} free")
-        pages = self._first_run(count) or [page for page, free in enumerate(self._free) if free][:count]
+            raise OutOfPagesError(
+                f"{count} pages needed, {self.free_pages} of {self.num_pages} free"
+            )
+        pages = (
+            self._first_run(count) or [page for page, free in enumerate(self._free) if free][:count]
+        )
         for page in pages:
             self._free[page] = False
         return PageTable(pages, self.page_size)
@@ -109,7 +115,11 @@ class PagePool:
         """Every page is free or held by exactly one table."""
         held = [page for table in tables for page in table.pages]
         assert len(held) == len(set(held)), "a page is held twice"
-        assert len(held) + self.free_pages == self.num_pages, (len(held), self.free_pages, self.num_pages)
+        assert len(held) + self.free_pages == self.num_pages, (
+            len(held),
+            self.free_pages,
+            self.num_pages,
+        )
         assert not any(self._free[page] for page in held), "a held page is marked free"
 
     def _first_run(self, count: int) -> list[int] | None:
@@ -154,12 +164,14 @@ class KVStore:
         self.values[layer].index_copy_(0, slots_N, values.to(memory.dtype))
 
     def read(self, layer: int, table: PageTable, length: int, padded: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [padded, heads, dim] of positions 0 .. length - 1; rows from `length` on are
-        finite and must be masked. A view where the pages are consecutive, else a copy."""
+        """Keys and values [padded, heads, dim] of positions 0 .. length - 1; rows from `length` on
+        are finite and must be masked. A view where the pages are consecutive, else a copy."""
         assert length <= padded
         first = table.first_slot
         if first is not None:
-            return self.keys[layer][first : first + padded], self.values[layer][first : first + padded]
+            return self.keys[layer][first : first + padded], self.values[layer][
+                first : first + padded
+            ]
         slots = table.slots(0, length)
         if padded > length:
             slots = torch.cat([slots, slots[-1:].expand(padded - length)])

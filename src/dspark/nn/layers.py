@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class _TrainedRMSNorm(torch.autograd.Function):
-    """The same with a backward in closed form: a third of the time of torch's composite one on CPU."""
+    """`rms_norm` with a backward in closed form: on CPU half the time of torch's composite one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,15 +1,17 @@
-"""Linear layers whose weights are packed for CPU inference, and the row counts at which each is exact.
+"""Linear layers whose weights are packed for CPU inference, and the row counts at which each is
+exact.
 
 Kinds (docs/log.md has the measurements that chose them):
     fp32   oneDNN prepacked float32, or plain F.linear where oneDNN is not built in
-    bf16   oneDNN prepacked bfloat16 weights and activations, float32 in and out: nearly flat from 1 to
-           32 rows where the processor has AMX, so verifying a block costs little more than one token
+    bf16   oneDNN prepacked bfloat16 weights and activations, float32 in and out: nearly flat from 1
+           to 32 rows where the processor has AMX, so verifying a block costs little more than one
+           token
     fp16   FBGEMM half-precision weights, float32 activations (x86)
     int8   weight-only 8-bit with one scale per output channel, bfloat16 activations
 
-A kernel may round a row differently when the number of rows changes. `measure_exact_rows` finds, with
-probes made to cancel, the row counts that agree bit for bit; in exact mode a layer cuts its input into
-tiles of such counts (law 5). Outside exact mode it runs whatever is fastest.
+A kernel may round a row differently when the number of rows changes. `measure_exact_rows` finds,
+with probes made to cancel, the row counts that agree bit for bit; in exact mode a layer cuts its
+input into tiles of such counts (law 5). Outside exact mode it runs whatever is fastest.
 """
 
 import platform
@@ -73,6 +75,8 @@ class PackedLinear(nn.Module):
 
     def rows(self, x: Tensor) -> Tensor:
         """The same for x [rows, in]."""
+        if x.shape[0] == 0:  # a prefill chunk asks for no logits, and kernels refuse no rows
+            return x.new_empty(0, self.out_features)
         if self.mode.on and self.exact_rows is not None:
             y = run_exact(self.kernel, x, self.exact_rows)
         else:
@@ -84,7 +88,8 @@ class PackedLinear(nn.Module):
 
 
 def run_exact(kernel: Kernel, rows: Tensor, exact: ExactRows) -> Tensor:
-    """Runs `kernel` in tiles of exact row counts; the last tile is padded up to the next exact count."""
+    """Runs `kernel` in tiles of exact row counts; the last tile is padded up to the next exact
+    count."""
     count = rows.shape[0]
     if count in exact.counts:
         return kernel(rows)
@@ -125,7 +130,8 @@ def _build_fp16(weight: Tensor) -> Kernel:
 def _build_int8(weight: Tensor) -> Kernel:
     scale = weight.abs().amax(dim=1).clamp_min(1e-12) / 127.0
     quantised = torch.round(weight / scale[:, None]).to(torch.int8)
-    # The kernel multiplies by a bfloat16 scale, which would cost 8 bits: ours is applied in float32.
+    # The kernel multiplies by a bfloat16 scale, which would cost 8 bits: ours is applied in
+    # float32.
     ones = torch.ones_like(scale, dtype=torch.bfloat16)
     product = torch._weight_int8pack_mm
     return lambda x: product(x.bfloat16(), quantised, ones).float() * scale
@@ -163,13 +169,17 @@ def best_kind() -> tuple[WeightKind, str]:
 
 
 def measure_exact_rows(kind: WeightKind, in_features: int, out_features: int) -> ExactRows | None:
-    """The row counts whose results are bit-equal, for one shape; None if even the reference repeats badly.
+    """The row counts whose results are bit-equal, for one shape; None if even the reference repeats
+    badly.
 
-    The probe makes order visible: inputs hold pairs of large values that cancel through equal weights,
-    placed far apart, so that any other order of summation leaves a visible remainder, even after the
-    output is rounded to bfloat16. Wide outputs are probed on a slice: kernels do not sum across them.
+    The probe makes order visible: inputs hold pairs of large values that cancel through equal
+    weights, placed far apart, so that any other order of summation leaves a visible remainder, even
+    after the output is rounded to bfloat16. Wide outputs are probed on a slice: kernels do not sum
+    across them.
     """
-    weight, inputs = _cancelling_probe(in_features, min(out_features, 2048), max(_PROBED_COUNTS) + 5)
+    weight, inputs = _cancelling_probe(
+        in_features, min(out_features, 2048), max(_PROBED_COUNTS) + 5
+    )
     kernel = _BUILDERS[kind](weight)
     shifted = inputs[5:]
     reference = torch.cat([kernel(tile) for tile in inputs.split(_REFERENCE_COUNT)])

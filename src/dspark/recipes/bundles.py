@@ -29,7 +29,9 @@ def load_drafter(
     bundle = read_bundle(folder)
     check_fit(bundle, loaded.binding)
     weights = loaded.weights
-    mode = ExactMode(on=False)  # a draft need not repeat bit for bit: verification settles every token
+    mode = ExactMode(
+        on=False
+    )  # a draft need not repeat bit for bit: verification settles every token
 
     def packed(weight: torch.Tensor) -> PackedLinear:
         assert weights is not None

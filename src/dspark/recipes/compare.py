@@ -39,15 +39,18 @@ def compare(
 ) -> Comparison:
     """Runs speculative and plain decoding alternately, `repeats` times each; rates are medians.
 
-    At temperature > 0 both use the `coupled` rule and one seed, without which there would be nothing to
-    compare. The first speculative run is shown piece by piece.
+    At temperature > 0 both use the `coupled` rule and one seed, without which there would be
+    nothing to compare. The first speculative run is shown piece by piece.
     """
     if not llm.policy.drafts:
-        raise ConfigError("there is nothing to compare with policy off; give a drafter with --draft")
+        raise ConfigError(
+            "there is nothing to compare with policy off; give a drafter with --draft"
+        )
     if params.temperature > 0:
         if params.verification == "rejection":
             raise ConfigError(
-                "--compare needs the coupled rule at temperature > 0: under rejection, other random "
+                "--compare needs the coupled rule at temperature > 0: under rejection, other "
+                "random "
                 "numbers are drawn with and without a draft; leave --verification out"
             )
         seed = _DEFAULT_SEED if params.seed is None else params.seed

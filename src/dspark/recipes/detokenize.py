@@ -21,7 +21,8 @@ class TextStream:
         if text.endswith(_BROKEN):
             return ""
         piece = text[self._shown :]
-        # Decode from a little before the end next time: a token's text may depend on the one before it.
+        # Decode from a little before the end next time: a token's text may depend on the one before
+        # it.
         self._start = max(self._start, len(self._tokens) - 8)
         self._shown = len(self._decode(self._tokens[self._start :]))
         return piece

@@ -1,7 +1,5 @@
 """Tapped features and final hidden states of whole sequences, from the target's own forward."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,8 @@ _ROWS = 512
 
 
 class FeatureExtractor:
-    """A `training.features.FeatureSource`: sequences in, (taps [T, F], final [T, D]) of each out."""
+    """A `training.features.FeatureSource`: sequences in, (taps [T, F], final [T, D]) of each
+    out."""
 
     def __init__(self, target: Target, tap_layers: tuple[int, ...]) -> None:
         self.target = target
@@ -46,10 +45,10 @@ class FeatureExtractor:
         return results
 
 
-def _chunk_batch(chunk: Sequence[int], start: int, table: PageTable) -> RaggedBatch:
+def _chunk_batch(chunk: TokenIds, start: int, table: PageTable) -> RaggedBatch:
     end = start + len(chunk)
     return RaggedBatch(
-        tokens_N=torch.tensor([int(token) for token in chunk]),
+        tokens_N=torch.from_numpy(chunk).long(),
         positions_N=torch.arange(start, end),
         requests_N=torch.zeros(len(chunk), dtype=torch.int64),
         slots_N=table.slots(start, end),

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +31,8 @@ class RequestOutput:
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """Generated tokens; the end-of-sequence token is the last one when `finish_reason` is "stop"."""
+    """Generated tokens; the end-of-sequence token is the last one when `finish_reason` is
+    "stop"."""
     text: str
     fates: tuple[TokenFate, ...]
     """How each token came about."""
@@ -61,8 +62,8 @@ class LLM:
     """A target with a drafter, ready to generate.
 
     target: a folder, a hub id or a GGUF file; None is the embedded SmolLM2-135M-Instruct.
-    draft: a bundle folder; "auto" is the shipped bundle where it fits the target; None is no drafter.
-    policy: `off`, `fixed:N`; None is the drafter's whole block, or off without a drafter.
+    draft: a bundle folder; "auto" is the shipped bundle where it fits the target; None is no
+    drafter. policy: `off`, `fixed:N`; None is the drafter's whole block, or off without a drafter.
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8); None picks for the processor.
     threads: CPU threads for torch; None leaves torch's own choice.
 
@@ -100,8 +101,12 @@ class LLM:
         if draft == "auto":
             draft = shipped_bundle() if target is None else None
             if draft is None:
-                progress.say("no drafter for this target: plain decoding (give a bundle with --draft)")
-        self.draft_name = SHIPPED if draft == shipped_bundle() else None if draft is None else str(draft)
+                progress.say(
+                    "no drafter for this target: plain decoding (give a bundle with --draft)"
+                )
+        self.draft_name = (
+            SHIPPED if draft == shipped_bundle() else None if draft is None else str(draft)
+        )
         self.drafter: Drafter | None = (
             None if draft is None else load_drafter(Path(draft), self.loaded)
         )
@@ -121,7 +126,8 @@ class LLM:
         *,
         policy: str | None = None,
     ) -> list[RequestOutput]:
-        """Completes raw text or token ids (no chat template); outputs are in the order of the prompts."""
+        """Completes raw text or token ids (no chat template); outputs are in the order of the
+        prompts."""
         run = self.start(self._encode_raw(prompts), sampling, policy=policy)
         for _ in run:
             pass
@@ -170,7 +176,8 @@ class LLM:
             limit = self.loaded.target.max_context
             if len(prompt) + own.max_new_tokens > limit:
                 raise PromptError(
-                    f"the prompt has {len(prompt)} tokens and max_new_tokens is {own.max_new_tokens}; "
+                    f"the prompt has {len(prompt)} tokens and max_new_tokens is "
+                    f"{own.max_new_tokens}; "
                     f"together they must fit the target's context of {limit} tokens"
                 )
         chosen = self.policy if policy is None else self.resolve_policy(policy)
@@ -181,14 +188,14 @@ class LLM:
         return [encode_prompt(self.tokenizer, turn, system).tolist() for turn in turns]
 
     def _encode_raw(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many = cast(Sequence[Prompt], [prompts] if single else prompts)
         encoded = []
-        for prompt in prompts:
+        for prompt in many:
             ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            if not len(ids):  # type: ignore[arg-type]
+            if not len(ids):
                 raise PromptError("the prompt is empty; give it some text")
-            encoded.append([int(token) for token in ids])  # type: ignore[union-attr]
+            encoded.append([int(token) for token in ids])
         return encoded
 
 
@@ -208,7 +215,8 @@ class Generation:
     ) -> None:
         self._prompts = [tuple(prompt) for prompt in prompts]
         self._tokenizer = llm.tokenizer
-        # A seed is drawn here, so that the result can say it; the rule is what the request asked for.
+        # A seed is drawn here, so that the result can say it; the rule is what the request asked
+        # for.
         self._seeds = [p.seed if p.seed is not None else secrets.randbits(63) for p in params]
         page = EngineConfig().page_size
         needs = sorted(

@@ -1,4 +1,5 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere, nothing when silent."""
+"""Progress of long work: a bar on a terminal, a line now and then elsewhere, nothing when
+silent."""
 
 import sys
 import time

@@ -46,10 +46,12 @@ def regenerate(
     *,
     page_size: int = 1024,
 ) -> RegenerateResult:
-    """Answers every (prompt, temperature) that `output` does not hold; may be stopped and run again.
+    """Answers every (prompt, temperature) that `output` does not hold; may be stopped and run
+    again.
 
     Each response's seed is derived from (config.seed, file, line, sample), so it does not depend on
-    what else was in the batch or on earlier runs (as far as the rows of the target's forward do not).
+    what else was in the batch or on earlier runs (as far as the rows of the target's forward do
+    not).
     """
     engine = Engine(
         loaded.target,

@@ -69,7 +69,7 @@ def draft_config(target_config: Any, binding: Binding, shape: DraftShape) -> DSp
         head_dim=head_dim,
         vocab_size=binding.vocab_size,
         num_target_layers=layers,
-        target_layer_ids=tuple(sorted(set(max(0, tap) for tap in taps))),
+        target_layer_ids=tuple(sorted({max(0, tap) for tap in taps})),
         mask_token_id=binding.mask_token_id,
         block_size=shape.block_size,
         markov_rank=shape.markov_rank,
@@ -90,15 +90,16 @@ def train_drafter(
 ) -> TrainResult:
     """Trains on the responses to training prompts, validates on the others, writes the bundle.
 
-    `folder` holds the run (features, resumable state, metrics); running again resumes it. The bundle is
-    written whenever this returns, finished or stopped by `max_seconds`.
+    `folder` holds the run (features, resumable state, metrics); running again resumes it. The
+    bundle is written whenever this returns, finished or stopped by `max_seconds`.
     """
     held_out_keys = {(p.file, p.line) for p in prompts if p.is_validation}
     known = {(p.file, p.line) for p in prompts}
     for response in responses:
         if (response.file, response.line) not in known:
             raise DataError(
-                f"the response to {response.file}, line {response.line} has no prompt in the given files; "
+                f"the response to {response.file}, line {response.line} has no prompt in the given "
+                f"files; "
                 f"give the prompts it was written for"
             )
     train = [r for r in responses if (r.file, r.line) not in held_out_keys]

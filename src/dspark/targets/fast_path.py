@@ -1,19 +1,21 @@
 """A short forward for the Llama-shaped families, which most targets are.
 
-transformers' layers spend about half of a one-token step in Python and in small operators. For layers of
-exactly the shape below the same function is written out here in as few operators as it takes:
+transformers' layers spend about half of a one-token step in Python and in small operators. For
+layers of exactly the shape below the same function is written out here in as few operators as it
+takes:
 
     x += O(attention(rope(norm_q(Q n1(x))), rope(norm_k(K n1(x))), V n1(x)))
     x += W_down(silu(W_gate n2(x)) * W_up n2(x))
 
-Query, key and value share one product, gate and up another. Rows of Q and K are stored in an order that
-makes the two halves of a rotated pair adjacent, so that RoPE is one complex multiplication; attention
-scores are sums over those rows, so the order does not matter to them.
+Query, key and value share one product, gate and up another. Rows of Q and K are stored in an order
+that makes the two halves of a rotated pair adjacent, so that RoPE is one complex multiplication;
+attention scores are sums over those rows, so the order does not matter to them.
 
-Anything else (other activations, post-norms, experts, scaled residuals) takes the generic path through the
-model's own code (targets.hf), and `tests/targets` holds the two equal.
+Anything else (other activations, post-norms, experts, scaled residuals) takes the generic path
+through the model's own code (targets.hf), and `tests/targets` holds the two equal.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.nn.attention import AttentionPlan, ragged_attention
+from dspark.nn.row_exact import by_rows
 from dspark.nn.kv_cache import KVStore
 from dspark.nn.linear import ExactMode, PackedLinear, WeightKind
 
@@ -47,6 +50,7 @@ class FastDecoder(nn.Module):
     def __init__(self, decoder: Any, kind: WeightKind, mode: ExactMode) -> None:
         super().__init__()
         config = decoder.config
+        self.mode = mode
         self.embedding: nn.Embedding = decoder.embed_tokens
         self.rotary: nn.Module = decoder.rotary_emb
         self.heads: int = config.num_attention_heads
@@ -93,19 +97,27 @@ class FastDecoder(nn.Module):
             query_key = qkv[:, :split].reshape(rows, groups, self.head_dim)
             if layer.query_key_norm is not None:
                 query_key = _rms_norm(query_key, layer.query_key_norm, self.eps)
-            query_key = _rotate(query_key, rotation)
+            query_key = self._by_rows(_rotate, query_key, rotation)
             values = qkv[:, split:].view(rows, self.kv_heads, -1)
             store.write(index, plan.batch.slots_N, query_key[:, self.heads :], values)
             attended = ragged_attention(
-                query_key[:, : self.heads], plan, store, index, scale=self.scale, window=layer.window
+                query_key[:, : self.heads],
+                plan,
+                store,
+                index,
+                scale=self.scale,
+                window=layer.window,
             )
             x = x + layer.output.rows(attended.view(rows, -1))
             gate_up = layer.gate_up.rows(_rms_norm(x, layer.post_norm, self.eps))
-            gated = F.silu(gate_up[:, : self.intermediate]).mul_(gate_up[:, self.intermediate :])
-            x = x + layer.down.rows(gated)
+            gate, up = gate_up.split(self.intermediate, dim=1)
+            x = x + layer.down.rows(self._by_rows(F.silu, gate).mul_(up))
             if index in taps:
                 taps[index] = x
         return _rms_norm(x, self.final_norm, self.eps)
+
+    def _by_rows(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return by_rows(function, *tensors) if self.mode.on else function(*tensors)
 
     def _rotation(self, x: Tensor, positions_N: Tensor) -> Tensor:
         """Unit complex numbers [N, 1, head_dim / 2] (scaled where the model's RoPE scales)."""
@@ -152,7 +164,9 @@ class FastDecoder(nn.Module):
             post_norm=layer.post_attention_layernorm.weight.detach().float(),
             query_key_norm=norms,
             # Mistral's attention reads the window from its configuration instead.
-            window=getattr(attention, "sliding_window", getattr(layer_config, "sliding_window", None)),
+            window=getattr(
+                attention, "sliding_window", getattr(layer_config, "sliding_window", None)
+            ),
         )
 
 

@@ -1,4 +1,5 @@
-"""Any decoder-only transformers model as a target: one ragged row of tokens in, logits and taps out."""
+"""Any decoder-only transformers model as a target: one ragged row of tokens in, logits and taps
+out."""
 
 from typing import Any
 
@@ -12,6 +13,8 @@ from dspark.nn.linear import ExactMode
 from dspark.nn.seams import RaggedBatch, TargetOutput
 from dspark.targets.attention_hook import ATTENTION_NAME, StepContext, register
 from dspark.targets.fast_path import FastDecoder
+
+_NOT_RUN = torch.empty(0)
 
 
 class HFTarget:
@@ -35,7 +38,7 @@ class HFTarget:
         self.eos_token_ids = _eos_token_ids(model)
         self.kv_shape = kv_shape(self.config)
         self.device: torch.device = model.device  # type: ignore[assignment]
-        self._taps: dict[int, Tensor | None] = {}
+        self._taps: dict[int, Tensor] = {}
         self._final: Tensor | None = None
         if fast is None:
             self._install_hooks()
@@ -51,12 +54,11 @@ class HFTarget:
     ) -> TargetOutput:
         self.mode.on = batch.exact
         step = StepContext(AttentionPlan.build(batch), store)
-        self._taps = dict.fromkeys(tap_layers)
+        self._taps = dict.fromkeys(tap_layers, _NOT_RUN)
         with torch.inference_mode():
             run = self._run_fast if self.fast is not None else self._run_generic
             logits, final = run(batch, step, logit_rows_M)
-            taps = [self._taps[layer] for layer in tap_layers]
-            self._taps = {}
+            taps, self._taps = [self._taps[layer] for layer in tap_layers], {}
             return TargetOutput(
                 logits_MV=logits.float(),
                 taps_NF=torch.cat(taps, dim=-1).float() if taps else None,
@@ -128,5 +130,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
     if eos is None:
         eos = getattr(model.config, "eos_token_id", None)
     if eos is None:
-        raise TargetError("the target names no end-of-sequence token (eos_token_id) in its configuration")
+        raise TargetError(
+            "the target names no end-of-sequence token (eos_token_id) in its configuration"
+        )
     return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

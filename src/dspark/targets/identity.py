@@ -11,8 +11,8 @@ _SAMPLED_ROWS = 256
 def embedding_hash(embedding_VD: Tensor) -> str:
     """sha256 over up to 256 evenly spaced rows of the embedding, as float16 bytes, and its shape.
 
-    Rows are enough to tell models apart and cheap at any size; float16 so that the same model stored in
-    bfloat16, float16 or float32 (rounded from either) usually keeps its name.
+    Rows are enough to tell models apart and cheap at any size; float16 so that the same model
+    stored in bfloat16, float16 or float32 (rounded from either) usually keeps its name.
     """
     rows = torch.linspace(0, embedding_VD.shape[0] - 1, _SAMPLED_ROWS).long().unique()
     sample = embedding_VD.detach()[rows].to("cpu", torch.float16).contiguous()

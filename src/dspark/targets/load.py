@@ -183,7 +183,7 @@ def _converted_gguf(path: Path, say: Say) -> Path:
         raise MissingExtraError(str(error.name), "gguf") from error
     say(f"converting {path.name} to safetensors (once) ...")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -215,9 +215,11 @@ def _record_source(folder: Path, path: Path) -> None:
 
 def _file_hash(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(
-            hashlib, "file_digest"
-        ) else hashlib.sha256(file.read()).hexdigest()
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else hashlib.sha256(file.read()).hexdigest()
+        )
 
 
 def _cache_folder() -> Path:

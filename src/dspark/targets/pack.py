@@ -1,10 +1,12 @@
 """Swaps a loaded model's layers for faster ones that compute the same thing on a CPU.
 
-* `nn.Linear` becomes `PackedLinear`; q/k/v and gate/up projections that share an input become one product.
+* `nn.Linear` becomes `PackedLinear`; q/k/v and gate/up projections that share an input become one
+  product.
 * RMS norms become one fused call, where a numerical check shows that it is the same function.
+* Activations and blocks of experts stay, and are run by rows in exact mode.
 
-What a model does not have in the expected shape is left as it is: packing never changes what is computed
-beyond the rounding of the weight kind, which `targets.drift` measures.
+What a model does not have in the expected shape is left as it is: packing never changes what is
+computed beyond the rounding of the weight kind, which `targets.drift` measures.
 """
 
 import warnings
@@ -16,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dspark.nn.row_exact import RowActivation, RowByRow
 from dspark.nn.linear import ExactMode, ExactRows, PackedLinear, WeightKind, measure_exact_rows
 from dspark.targets.fast_path import FastDecoder
 
+_ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -77,7 +81,9 @@ def pack_model(model: Any, kind: WeightKind, *, allow_fast: bool = True) -> Pack
     mode = ExactMode()
     fast = None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that its quantised prepack is old
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # torch warns that its quantised prepack is old
         decoder = model.get_decoder()
         if allow_fast and FastDecoder.fits(decoder):
             fast = FastDecoder(decoder, kind, mode)
@@ -89,6 +95,10 @@ def pack_model(model: Any, kind: WeightKind, *, allow_fast: bool = True) -> Pack
                     setattr(parent, name, PackedLinear(child.weight, child.bias, kind, mode))
                 elif (norm := _fused_norm(child)) is not None:
                     setattr(parent, name, norm)
+                elif type(child).__module__ in _ACTIVATION_MODULES:
+                    setattr(parent, name, RowActivation(child, mode))
+                elif _holds_experts(child):
+                    setattr(parent, name, RowByRow(child, mode))
         _measure_exactness([*packed_layers(model), *(packed_layers(fast) if fast else ())])
     return Packed(mode, fast)
 
@@ -140,6 +150,13 @@ def _fused_norm(module: nn.Module) -> FusedRMSNorm | None:
         if torch.allclose(fused(probe), expected, rtol=1e-5, atol=1e-6):
             return fused
     return None
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether it is a router with its experts, which transformers keeps in three-dimensional tensors."""
+    return any(
+        parameter.ndim == 3 for child in module.children() for parameter in child.parameters(recurse=False)
+    )
 
 
 def _measure_exactness(layers: list[PackedLinear]) -> None:
