@@ -155,7 +155,9 @@ def _fused_norm(module: nn.Module) -> FusedRMSNorm | None:
 def _holds_experts(module: nn.Module) -> bool:
     """Whether it is a router with its experts, which transformers keeps in three-dimensional tensors."""
     return any(
-        parameter.ndim == 3 for child in module.children() for parameter in child.parameters(recurse=False)
+        parameter.ndim == 3
+        for child in module.children()
+        for parameter in child.parameters(recurse=False)
     )
 
 

@@ -1,0 +1,59 @@
+"""Functions of rows whose results do not depend on the rows beside them (law 5).
+
+torch works through a tensor in vectors, does what is left at the end of each thread's share one by
+one, and the two ways round some functions (silu, gelu, complex products) differently. Where a row
+meets such an end would depend on how many rows there are and on the number of threads.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dspark.nn.linear import ExactMode
+
+_GRAIN = 32768
+"""torch shares an elementwise call among threads from this many elements on."""
+_VECTOR = 64
+"""Widths that are a multiple of this have no end inside a row, on any processor torch knows."""
+
+
+def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`function(*tensors)` for tensors [rows, ...], in blocks of rows that are never cut."""
+    rows, width = tensors[0].shape[0], tensors[0][:1].numel()
+    block = max(1, (_GRAIN - 1) // width) if width % _VECTOR == 0 else 1
+    if rows <= block:
+        return function(*tensors)
+    pieces = zip(*(tensor.split(block) for tensor in tensors), strict=True)
+    return torch.cat([function(*piece) for piece in pieces])
+
+
+class RowActivation(nn.Module):
+    """An activation, by rows in exact mode."""
+
+    def __init__(self, activation: nn.Module, mode: ExactMode) -> None:
+        super().__init__()
+        self.activation = activation
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.mode.on:
+            return self.activation(x)
+        return by_rows(self.activation, x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+class RowByRow(nn.Module):
+    """A block [1, N, D] -> [1, N, D], one row at a time in exact mode.
+
+    For experts: how many rows meet in one of them depends on the whole batch.
+    """
+
+    def __init__(self, block: nn.Module, mode: ExactMode) -> None:
+        super().__init__()
+        self.block = block
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.mode.on:
+            return self.block(x)
+        return torch.cat([self.block(row) for row in x.split(1, dim=1)], dim=1)
