@@ -37,72 +37,50 @@ def train(
     warm_start: Annotated[
         Path | None, typer.Option(help="A bundle to start from.", show_default=False)
     ] = None,
-    responses_per_prompt: Annotated[
+    generate: Annotated[
         bool, typer.Option("--generate/--no-generate", help="Write missing responses first.")
     ] = True,
     max_new_tokens: options.MaxNewTokens = 256,
-    seed: options.Seed = None,
+    seed: Annotated[int, typer.Option(help="Of anchors, order and fresh weights.")] = 42,
     weights: options.Weights = None,
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Train a DSpark drafter: responses, features, training, bundle. Stops and resumes anywhere."""
-    import torch
-
-    from dspark.core.errors import ConfigError
-    from dspark.data.prompts import read_prompts
-    from dspark.data.responses import ResponseFile
-    from dspark.data.template import template_hash
+    from dspark.recipes.make_bundle import BundleRun, make_bundle
     from dspark.recipes.progress import Progress
-    from dspark.recipes.regenerate import RegenerateConfig, regenerate
-    from dspark.recipes.train import DraftShape, TrainJob, train_drafter
+    from dspark.recipes.regenerate import RegenerateConfig
+    from dspark.recipes.train import DraftShape, TrainConfig, TrainJob
     from dspark.recipes.values import weights_value
-    from dspark.targets.load import load_target
-    from dspark.training.config import TrainConfig
 
-    if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads is {threads}; it must be at least 1")
-        torch.set_num_threads(threads)
-    progress = Progress()
     shape = DraftShape(
         layers=layers,
         block_size=block_size,
         markov_rank=markov_rank,
         draft_vocabulary=draft_vocabulary,
     )
-    job = TrainJob(
-        shape=shape,
-        train=TrainConfig(
-            steps=steps,
-            learning_rate=learning_rate,
-            max_seconds=max_seconds,
-            seed=42 if seed is None else seed,
-            start="target" if warm_start is None else "bundle",
+    config = TrainConfig(
+        steps=steps,
+        learning_rate=learning_rate,
+        max_seconds=max_seconds,
+        seed=seed,
+        start="target" if warm_start is None else "bundle",
+    )
+    result = make_bundle(
+        BundleRun(
+            prompts=prompts,
+            output=output,
+            run=run,
+            command=shlex.join(["dspark", *sys.argv[1:]]),
+            target=target,
+            weights=weights_value(weights),
+            threads=threads,
+            generate=generate,
+            responses=RegenerateConfig(max_new_tokens=max_new_tokens),
+            job=TrainJob(shape=shape, train=config, warm_start=warm_start),
         ),
-        warm_start=warm_start,
-    )
-    read = read_prompts(*prompts)
-    loaded = load_target(
-        target,
-        weights=weights_value(weights),
-        template_hash=template_hash,
-        init_layers=layers,
-        say=progress.say,
-    )
-    responses = ResponseFile(
-        run / "responses.jsonl",
-        target=loaded.name,
-        template_hash=loaded.binding.chat_template_hash,
-        vocab_size=loaded.target.vocab_size,
-    )
-    if responses_per_prompt:
-        regenerate(
-            loaded, read, responses, RegenerateConfig(max_new_tokens=max_new_tokens), progress
-        )
-    result = train_drafter(
-        loaded, read, responses.responses, job, run, output, shlex.join(sys.argv), progress
+        Progress(),
     )
     state = "done" if result.finished else "stopped; run the same command again to resume"
     print_note(

@@ -367,10 +367,12 @@ def _spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
 
 
 def _fates(admitted: int, accepted: int) -> tuple[TokenFate, ...]:
+    fates: list[TokenFate] = ["accepted"] * accepted
     if admitted == 0:
-        return ("plain",)
-    drafted: tuple[TokenFate, ...] = ("accepted",) * accepted
-    return (*drafted, "bonus" if accepted == admitted else "corrected")
+        fates.append("plain")
+    else:
+        fates.append("bonus" if accepted == admitted else "corrected")
+    return tuple(fates)
 
 
 def _confidence_rows(draft: DraftBlock | None) -> list[tuple[float, ...]]:

@@ -1,0 +1,72 @@
+"""Zero to bundle: prompts, responses, features, training, in one call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dspark.core.errors import ConfigError
+from dspark.data.prompts import read_prompts
+from dspark.data.responses import ResponseFile
+from dspark.data.template import template_hash
+from dspark.nn.linear import WeightKind
+from dspark.recipes.progress import Progress
+from dspark.recipes.regenerate import RegenerateConfig, regenerate
+from dspark.recipes.train import TrainJob, train_drafter
+from dspark.targets.load import load_target
+from dspark.training.trainer import TrainResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleRun:
+    """Everything that `dspark train` asks for."""
+
+    prompts: Sequence[Path]
+    output: Path
+    """Folder of the bundle."""
+    run: Path
+    """Folder of responses, features and resumable state."""
+    command: str
+    """For the card: how this run was started."""
+    target: str | None = None
+    weights: WeightKind | None = None
+    threads: int | None = None
+    generate: bool = True
+    """Write the responses that are missing; otherwise use those there are."""
+    responses: RegenerateConfig = field(default_factory=RegenerateConfig)
+    job: TrainJob = field(default_factory=TrainJob)
+
+
+def make_bundle(run: BundleRun, progress: Progress) -> TrainResult:
+    """Runs or resumes every stage; each is skipped as far as it is done."""
+    if run.threads is not None:
+        if run.threads < 1:
+            raise ConfigError(f"threads is {run.threads}; it must be at least 1")
+        torch.set_num_threads(run.threads)
+    prompts = read_prompts(*run.prompts)
+    loaded = load_target(
+        run.target,
+        weights=run.weights,
+        template_hash=template_hash,
+        init_layers=run.job.shape.layers,
+        say=progress.say,
+    )
+    responses = ResponseFile(
+        run.run / "responses.jsonl",
+        target=loaded.name,
+        template_hash=loaded.binding.chat_template_hash,
+        vocab_size=loaded.target.vocab_size,
+    )
+    if run.generate:
+        regenerate(loaded, prompts, responses, run.responses, progress)
+    return train_drafter(
+        loaded,
+        prompts,
+        responses.responses,
+        run.job,
+        run.run,
+        run.output,
+        run.command,
+        progress,
+    )
