@@ -13,7 +13,8 @@ def plain_losses(
     hidden_MD: Tensor,
     latent_Mr: Tensor,
     w2_Vr: Tensor,
-    teacher_hidden_MD: Tensor,
+    teacher_UD: Tensor,
+    teacher_rows_M: Tensor,
     labels_M: Tensor,
     weights_M: Tensor,
     ce: float,
@@ -21,7 +22,7 @@ def plain_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, cross-entropy [M], acceptance [M])."""
     logits_MV = head_logits(binding, hidden_MD) + latent_Mr @ w2_Vr.T
-    teacher_MV = head_logits(binding, teacher_hidden_MD).softmax(-1)
+    teacher_MV = head_logits(binding, teacher_UD[teacher_rows_M]).softmax(-1)
     l1_M = (logits_MV.softmax(-1) - teacher_MV).abs().sum(-1)
     cross_entropy_M = F.cross_entropy(logits_MV, labels_M, reduction="none")
     loss = (weights_M * (ce * cross_entropy_M + l1 * l1_M)).sum()

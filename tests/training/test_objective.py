@@ -65,6 +65,7 @@ def test_packed_equals_one_sequence_at_a_time(tmp_path: Path, rank: int, confide
 def test_the_paper_s_formula(tmp_path: Path) -> None:
     model, config = tiny_drafter(), Objective()
     batch = _batch(tmp_path, CHOSEN)
+    store = tiny_store(tmp_path / "f", SEQUENCES)
     step = objective(model, BINDING, _head(), batch, config)
     hidden = model.forward_blocks(
         BINDING,
@@ -80,11 +81,27 @@ def test_the_paper_s_formula(tmp_path: Path) -> None:
     )
     weights = weights[chosen] / weights.sum()
     previous = batch.previous_AK[chosen]
+    teacher = torch.cat(
+        [
+            store.final(SEQUENCES[i].token_ids, np.array([anchor + k]))
+            for i, anchors in CHOSEN
+            for anchor in anchors
+            for k in range(K)
+            if anchor + 1 + k < len(SEQUENCES[i].token_ids)
+        ]
+    )
     loss, _, acceptance = plain_losses(
-        BINDING, hidden_MD=hidden[chosen], latent_Mr=model.markov_head.embed(previous),
-        w2_Vr=model.markov_head.markov_w2.weight, teacher_hidden_MD=batch.teacher_MD.float(),
-        labels_M=batch.labels_AK[chosen], weights_M=weights, ce=0.1, l1=0.9,
-    )  # fmt: skip
+        BINDING,
+        hidden_MD=hidden[chosen],
+        latent_Mr=model.markov_head.embed(previous),
+        w2_Vr=model.markov_head.markov_w2.weight,
+        teacher_UD=teacher.float(),
+        teacher_rows_M=torch.arange(len(teacher)),
+        labels_M=batch.labels_AK[chosen],
+        weights_M=weights,
+        ce=0.1,
+        l1=0.9,
+    )
     confidence = model.confidence(hidden[chosen], previous)
     bce = F.binary_cross_entropy_with_logits(confidence, acceptance.detach(), reduction="none")
     torch.testing.assert_close(step.loss, loss + (weights * bce).sum())
@@ -117,8 +134,8 @@ def test_no_anchor_sees_another_document_or_its_own_position(tmp_path: Path) -> 
 def test_features_come_from_the_right_rows(tmp_path: Path) -> None:
     store = tiny_store(tmp_path / "f", SEQUENCES)
     batch = _batch(tmp_path, CHOSEN)
-    row = 0
-    start = 0
+    row_of = dict(zip(batch.slots_M.tolist(), batch.teacher_rows_M.tolist(), strict=True))
+    start = block = 0
     for index, anchors in CHOSEN:
         ids = SEQUENCES[index].token_ids
         count = int(anchors[-1])
@@ -129,9 +146,12 @@ def test_features_come_from_the_right_rows(tmp_path: Path) -> None:
             for k in range(K):
                 if anchor + 1 + k < len(ids):
                     expected = store.final(ids, np.array([anchor + k]))[0]
-                    assert torch.equal(batch.teacher_MD[row], expected)
-                    row += 1
-    assert row == len(batch.teacher_MD)
+                    assert torch.equal(batch.teacher_UD[row_of.pop(block * K + k)], expected)
+            block += 1
+    assert not row_of, "a slot that is not supervised"
+    rows = batch.teacher_rows_M
+    assert rows[0] == 0 and rows[-1] == len(batch.teacher_UD) - 1 < len(rows) - 1
+    assert set(rows.diff().tolist()) == {0, 1}
 
 
 def test_bad_weights() -> None:

@@ -21,12 +21,17 @@ def _inputs(rank: int, *, seed: int = 3, requires_grad: bool = True) -> dict[str
     w2 = torch.randn(V, rank, generator=generator)
     for tensor in (hidden, latent, w2):
         tensor.requires_grad_(requires_grad)
+    # Positions that share a teacher row, in runs that straddle tiles and chunks.
+    steps = torch.rand(M, generator=generator) < 0.6
+    rows = steps.cumsum(0) - steps[0].long()
+    labels = torch.randint(0, V, (int(rows[-1]) + 1,), generator=generator)
     return {
         "hidden_MD": hidden,
         "latent_Mr": latent,
         "w2_Vr": w2,
-        "teacher_hidden_MD": torch.randn(M, D, generator=generator),
-        "labels_M": torch.randint(0, V, (M,), generator=generator),
+        "teacher_UD": torch.randn(len(labels), D, generator=generator),
+        "teacher_rows_M": rows,
+        "labels_M": labels[rows],
         "weights_M": torch.rand(M, generator=generator) / M,
     }
 
@@ -74,7 +79,7 @@ def test_large_logits_are_exact_where_the_probability_is() -> None:
     lm_head[:, 0] = 8.0
     binding = dataclasses.replace(binding, lm_head_VD=lm_head)
     inputs = _inputs(0, requires_grad=False)
-    for name in ("hidden_MD", "teacher_hidden_MD"):
+    for name in ("hidden_MD", "teacher_UD"):
         inputs[name] = inputs[name].bfloat16().float()
         inputs[name][:, 0] = 8.0
     _, exact_ce, exact = plain_losses(binding, **inputs, ce=1.0, l1=1.0)
@@ -109,7 +114,8 @@ def test_gradients_agree_with_finite_differences() -> None:
 
 def test_teacher_equal_to_draft_is_accepted_always() -> None:
     inputs = _inputs(0)
-    inputs["teacher_hidden_MD"] = inputs["hidden_MD"].detach()
+    inputs["teacher_UD"] = inputs["hidden_MD"].detach()
+    inputs["teacher_rows_M"] = torch.arange(M)
     head = VocabHead(tiny_binding(), 0, torch.float32)
     out = vocab_losses(head, VocabInputs(**inputs), ce=0.0, l1=1.0)
     torch.testing.assert_close(out.acceptance_M, torch.ones(M))

@@ -150,8 +150,8 @@ def group_by_sequence(visible_AN: Tensor) -> Groups:
 
 
 def cut(x: Tensor, slices: Sequence[slice]) -> Sequence[Tensor]:
-    """`x[s]` for every slice. Slices that tile `x` are split off together: the gradient of a lone slice
-    is a zeroed copy of all of `x`."""
+    """`x[s]` for every slice. Slices that tile `x` are split off together, because the gradient of
+    a lone slice is a zeroed copy of all of `x`."""
     edges = [0, *(s.stop for s in slices)]
     if edges[-1] == len(x) and edges[:-1] == [s.start for s in slices]:
         return x.split([s.stop - s.start for s in slices])

@@ -26,24 +26,36 @@ class Batch:
     previous_AK: Tensor
     labels_AK: Tensor
     supervised_AK: Tensor
-    teacher_MD: Tensor
-    """The target's final hidden states that predict the supervised labels, bfloat16."""
+    slots_M: Tensor
+    """The supervised slots as a * K + k, in the order of the states that predict their labels."""
+    teacher_UD: Tensor
+    """The target's final hidden states at those positions, each once, bfloat16."""
+    teacher_rows_M: Tensor
+    """Row of `teacher_UD` for each of `slots_M`: ascending without gaps."""
 
 
 def load_batch(
     packed: PackedBlocks, sequences: Sequence[TrainingSequence], store: FeatureStore
 ) -> Batch:
     """Reads the rows of a packed batch, and no others, from the feature store."""
-    contexts, teachers = [], []
+    contexts, teachers, slots, teacher_rows = [], [], [], []
     lengths = np.diff(packed.context_starts)
-    slots = np.arange(packed.supervised_AK.shape[1])
+    K = packed.supervised_AK.shape[1]
+    found = 0
     for s, index in enumerate(packed.sequences_S):
         ids = sequences[index].token_ids
         contexts.append(store.context(ids, int(lengths[s])))
-        anchors = slice(packed.anchor_starts[s], packed.anchor_starts[s + 1])
+        first, last = packed.anchor_starts[s], packed.anchor_starts[s + 1]
         # Slot k predicts token anchor + 1 + k, which the state at position anchor + k sees coming.
-        positions_AK = packed.anchor_positions_A[anchors, None] + slots
-        teachers.append(store.final(ids, positions_AK[packed.supervised_AK[anchors]]))
+        positions_AK = packed.anchor_positions_A[first:last, None] + np.arange(K)
+        chosen = np.flatnonzero(packed.supervised_AK[first:last])
+        positions = positions_AK.reshape(-1)[chosen]
+        order = np.argsort(positions, kind="stable")
+        unique, inverse = np.unique(positions[order], return_inverse=True)
+        slots.append(first * K + chosen[order])
+        teacher_rows.append(found + inverse)
+        teachers.append(store.final(ids, unique))
+        found += len(unique)
     ranges_A2 = packed.context_ranges_A2
     rows_N = np.arange(packed.context_starts[-1])
     visible_AN = (rows_N >= ranges_A2[:, :1]) & (rows_N < ranges_A2[:, 1:])
@@ -57,5 +69,7 @@ def load_batch(
         previous_AK=torch.from_numpy(packed.previous_AK),
         labels_AK=torch.from_numpy(packed.labels_AK),
         supervised_AK=torch.from_numpy(packed.supervised_AK),
-        teacher_MD=torch.cat(teachers),
+        slots_M=torch.from_numpy(np.concatenate(slots)),
+        teacher_UD=torch.cat(teachers),
+        teacher_rows_M=torch.from_numpy(np.concatenate(teacher_rows)),
     )

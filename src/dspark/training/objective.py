@@ -88,11 +88,12 @@ def objective(
         batch.context_positions_N,
         batch.visible_AN,
     )
-    chosen = batch.supervised_AK
-    weights_AK = slot_weights(chosen, config.loss_decay)
+    weights_AK = slot_weights(batch.supervised_AK, config.loss_decay)
     total = weights_AK.sum() if total_weight is None else total_weight
-    weights_M = weights_AK[chosen] / total
-    hidden_MD, previous_M = hidden_AKD[chosen], batch.previous_AK[chosen]
+    slots_M = batch.slots_M
+    weights_M = weights_AK.flatten()[slots_M] / total
+    hidden_MD = hidden_AKD.flatten(0, 1).index_select(0, slots_M)
+    previous_M = batch.previous_AK.flatten()[slots_M]
     if model.markov_head is None:
         latent_Mr, w2_Vr = (
             hidden_MD.new_empty(len(hidden_MD), 0),
@@ -104,8 +105,9 @@ def objective(
         hidden_MD=hidden_MD,
         latent_Mr=latent_Mr,
         w2_Vr=w2_Vr,
-        teacher_hidden_MD=batch.teacher_MD,
-        labels_M=batch.labels_AK[chosen],
+        teacher_UD=batch.teacher_UD,
+        teacher_rows_M=batch.teacher_rows_M,
+        labels_M=batch.labels_AK.flatten()[slots_M],
         weights_M=weights_M,
     )
     losses = vocab_losses(head, inputs, ce=config.ce, l1=config.l1)
@@ -118,7 +120,7 @@ def objective(
         )
         loss = loss + config.confidence * (weights_M * bce_M).sum()
     with torch.no_grad():
-        metrics = _metrics(losses.acceptance_M, losses.cross_entropy_M, confidence_M, chosen)
+        metrics = _metrics(losses.acceptance_M, losses.cross_entropy_M, confidence_M, batch)
         weight = weights_AK.sum()
         metrics["loss"] = Ratio(loss.detach() * total, weight)
     return Step(loss, metrics)
@@ -128,7 +130,7 @@ def _metrics(
     acceptance_M: Tensor,
     cross_entropy_M: Tensor,
     confidence_M: Tensor | None,
-    supervised_AK: Tensor,
+    batch: Batch,
 ) -> dict[str, Ratio]:
     """Analytic numbers, teacher-forced: nothing is sampled.
 
@@ -136,8 +138,9 @@ def _metrics(
     acceptance: mean 1 - TV of each slot. conditional_acceptance: the same, weighed by the chance
     that everything before was accepted (what figure 2 of the paper plots).
     """
+    supervised_AK = batch.supervised_AK
     acceptance_AK = torch.zeros(supervised_AK.shape, device=acceptance_M.device)
-    acceptance_AK[supervised_AK] = acceptance_M
+    acceptance_AK.view(-1)[batch.slots_M] = acceptance_M
     survival_AK = acceptance_AK.cumprod(1)
     reached_AK = (
         torch.cat([torch.ones_like(survival_AK[:, :1]), survival_AK[:, :-1]], 1) * supervised_AK

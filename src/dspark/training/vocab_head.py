@@ -19,6 +19,7 @@ from torch import Tensor
 from dspark.nn.seams import Binding
 
 _REFERENCE_PARTS = 3  # bf16 pieces that carry a float32 number
+_LOGIT_BYTES = 2**27
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -30,9 +31,12 @@ class VocabInputs:
     """The drafter's, after its final norm."""
     latent_Mr: Tensor
     w2_Vr: Tensor
-    teacher_hidden_MD: Tensor
-    """The target's, after its final norm."""
+    teacher_UD: Tensor
+    """The target's, after its final norm. Neighbouring blocks share positions: U < M."""
+    teacher_rows_M: Tensor
+    """int64, ascending without gaps: whose row of `teacher_UD` a position is compared with."""
     labels_M: Tensor
+    """The same for positions that share a teacher row: it is the token that came next."""
     weights_M: Tensor
 
 
@@ -62,13 +66,21 @@ class VocabHead:
     """
 
     def __init__(
-        self, binding: Binding, rank: int, dtype: torch.dtype, *, chunk: int = 256, tile: int = 16
+        self,
+        binding: Binding,
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        chunk: int | None = None,
+        tile: int = 16,
     ) -> None:
-        """`chunk` positions share a product; `tile` of their rows at a time are in float32."""
+        """`chunk` positions share a product (default: what fits into 128 MiB of logits, at most
+        1024, as every product reads the whole head); `tile` of them at a time are in float32."""
         V, D = binding.lm_head_VD.shape
         self.lm_head_VD, self.logit_scale = binding.lm_head_VD, binding.logit_scale
         self.softcap = binding.logit_softcap
-        self.dtype, self.rank, self.chunk, self.tile = dtype, rank, chunk, tile
+        self.dtype, self.rank, self.tile = dtype, rank, tile
+        self.chunk = chunk or max(64, min(1024, _LOGIT_BYTES // (V * dtype.itemsize)))
         # A softcap is not linear: a reference cannot be subtracted inside the product.
         referenced = dtype == torch.bfloat16 and self.softcap is None
         self.references = _REFERENCE_PARTS if referenced else 0
@@ -78,8 +90,8 @@ class VocabHead:
         device = binding.lm_head_VD.device
         self.weight_IV = torch.ones(self.latent.stop, V, dtype=dtype, device=device)
         self.weight_IV[self.hidden].copy_(binding.lm_head_VD.T * binding.logit_scale)
-        self._draft_CV = torch.empty(chunk, V, dtype=dtype, device=device)
-        self._teacher_CV = torch.empty(chunk, V, dtype=dtype, device=device)
+        self._draft_CV = torch.empty(self.chunk, V, dtype=dtype, device=device)
+        self._teacher_CV = torch.empty(self.chunk, V, dtype=dtype, device=device)
         self._scratch = tuple(torch.empty(tile, V, device=device) for _ in range(3))
 
     def losses(
@@ -87,7 +99,7 @@ class VocabHead:
     ) -> tuple[Tensor, Tensor, _Gradients | None]:
         """(cross-entropy [M], total variation [M], gradients of the weighted sum)."""
         M, device = len(inputs.labels_M), inputs.labels_M.device
-        draft_MI, teacher_MI = self._rows(inputs)
+        draft_MI, teacher_UI = self._rows(inputs)
         self.weight_IV[self.latent].copy_(inputs.w2_Vr.T)
         cross_entropy_M, variation_M = (torch.empty(M, device=device) for _ in range(2))
         gradients = None
@@ -100,14 +112,18 @@ class VocabHead:
         weights_M1 = inputs.weights_M[:, None]
         for start in range(0, M, self.chunk):
             rows = slice(start, min(start + self.chunk, M))
-            draft_CV, teacher_CV = self._logits(draft_MI[rows], teacher_MI[rows])
+            teachers_C = inputs.teacher_rows_M[rows]
+            first_teacher, last_teacher = int(teachers_C[0]), int(teachers_C[-1])
+            draft_CV, teacher_UV = self._logits(
+                draft_MI[rows], teacher_UI[first_teacher : last_teacher + 1]
+            )
             for first in range(rows.start, rows.stop, self.tile):
                 tile = slice(first, min(first + self.tile, rows.stop))
-                local = slice(tile.start - start, tile.stop - start)
                 cross_entropy_M[tile], variation_M[tile] = _tile_losses(
                     self._scratch,
-                    draft_CV[local],
-                    teacher_CV[local],
+                    draft_CV[tile.start - start : tile.stop - start],
+                    teacher_UV,
+                    inputs.teacher_rows_M[tile] - first_teacher,
                     inputs.labels_M[tile, None],
                     (ce * weights_M1[tile], l1 * weights_M1[tile]) if want_gradients else None,
                 )
@@ -116,34 +132,42 @@ class VocabHead:
         return cross_entropy_M, variation_M, gradients
 
     def _rows(self, inputs: VocabInputs) -> tuple[Tensor, Tensor]:
-        """Left sides of the two products: draft [M, I] and teacher [M, D + references]."""
+        """Left sides of the two products: draft [M, I] and teacher [U, D + references]."""
         labels_M = inputs.labels_M
-        head_MD = self.lm_head_VD.index_select(0, labels_M) * self.logit_scale
+        labels_U = labels_M.new_empty(len(inputs.teacher_UD))
+        labels_U[inputs.teacher_rows_M] = labels_M
         w2_Mr = inputs.w2_Vr.index_select(0, labels_M)
-        latent_M = (inputs.latent_Mr.float() * w2_Mr).sum(1)
-        rows = []
-        for hidden_MD, extra_M in ((inputs.hidden_MD, latent_M), (inputs.teacher_hidden_MD, 0.0)):
-            reference_M = (hidden_MD.float() * head_MD).sum(1) + extra_M
-            parts, rest_M = [hidden_MD.to(self.dtype)], -reference_M
-            for _ in range(self.references):
-                piece_M = rest_M.to(self.dtype)
-                parts.append(piece_M[:, None])
-                rest_M = rest_M - piece_M.float()
-            rows.append(parts)
-        rows[0].append(inputs.latent_Mr.to(self.dtype))
-        return torch.cat(rows[0], 1), torch.cat(rows[1], 1)
+        bias_M = (inputs.latent_Mr.float() * w2_Mr).sum(1)
+        draft = [
+            *self._referenced(inputs.hidden_MD, labels_M, bias_M),
+            inputs.latent_Mr.to(self.dtype),
+        ]
+        return torch.cat(draft, 1), torch.cat(self._referenced(inputs.teacher_UD, labels_U), 1)
 
-    def _logits(self, draft_CI: Tensor, teacher_CI: Tensor) -> tuple[Tensor, Tensor]:
-        draft_CV, teacher_CV = self._draft_CV[: len(draft_CI)], self._teacher_CV[: len(draft_CI)]
-        torch.mm(teacher_CI, self.weight_IV[self.teacher], out=teacher_CV)
+    def _referenced(
+        self, hidden_MD: Tensor, labels_M: Tensor, bias_M: Tensor | float = 0.0
+    ) -> list[Tensor]:
+        """Columns: hidden, and minus the label's logit in pieces."""
+        head_MD = self.lm_head_VD.index_select(0, labels_M) * self.logit_scale
+        rest_M = -(hidden_MD.float() * head_MD).sum(1) - bias_M
+        columns = [hidden_MD.to(self.dtype)]
+        for _ in range(self.references):
+            piece_M = rest_M.to(self.dtype)
+            columns.append(piece_M[:, None])
+            rest_M = rest_M - piece_M.float()
+        return columns
+
+    def _logits(self, draft_CI: Tensor, teacher_UI: Tensor) -> tuple[Tensor, Tensor]:
+        draft_CV, teacher_UV = self._draft_CV[: len(draft_CI)], self._teacher_CV[: len(teacher_UI)]
+        torch.mm(teacher_UI, self.weight_IV[self.teacher], out=teacher_UV)
         if self.softcap is None:
             torch.mm(draft_CI, self.weight_IV, out=draft_CV)
         else:  # the sequential head's bias is added after the softcap
-            teacher_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+            teacher_UV.div_(self.softcap).tanh_().mul_(self.softcap)
             torch.mm(draft_CI[:, self.hidden], self.weight_IV[self.hidden], out=draft_CV)
             draft_CV.div_(self.softcap).tanh_().mul_(self.softcap)
             draft_CV.addmm_(draft_CI[:, self.latent], self.weight_IV[self.latent])
-        return draft_CV, teacher_CV
+        return draft_CV, teacher_UV
 
     def _backward(
         self, draft_MI: Tensor, rows: slice, grad_CV: Tensor, gradients: _Gradients
@@ -165,7 +189,8 @@ class VocabHead:
 def _tile_losses(
     scratch: tuple[Tensor, ...],
     draft_RV: Tensor,
-    teacher_RV: Tensor,
+    teacher_UV: Tensor,
+    teacher_rows_R: Tensor,
     labels_R1: Tensor,
     weights: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
@@ -177,7 +202,10 @@ def _tile_losses(
     """
     d_RV, t_RV, spare_RV = (buffer[: len(draft_RV)] for buffer in scratch)
     torch.softmax(draft_RV, 1, dtype=torch.float32, out=d_RV)
-    torch.softmax(teacher_RV, 1, dtype=torch.float32, out=t_RV)
+    first, last = int(teacher_rows_R[0]), int(teacher_rows_R[-1]) + 1
+    unique_RV = spare_RV[: last - first]
+    torch.softmax(teacher_UV[first:last], 1, dtype=torch.float32, out=unique_RV)
+    torch.index_select(unique_RV, 0, teacher_rows_R - first, out=t_RV)
     cross_entropy_R = -d_RV.gather(1, labels_R1).clamp_min(_TINY).log().squeeze(1)
     torch.sub(t_RV, d_RV, out=t_RV)
     variation_R = torch.clamp_min(t_RV, 0.0, out=spare_RV).sum(1)
