@@ -111,6 +111,29 @@ def test_damaged_state_falls_back_to_the_one_before(tmp_path: Path) -> None:
         _trainer(tmp_path / "run")
 
 
+def test_killed_in_the_middle_of_saving(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path / "run")
+    for _ in range(2):
+        trainer.training_step()
+        trainer.save()
+    (tmp_path / "run" / "state.partial").write_bytes(b"half a state")
+    assert _trainer(tmp_path / "run").step == 2
+    # Between the two renames only the older generation has its name.
+    (tmp_path / "run" / "state.safetensors").unlink()
+    resumed = _trainer(tmp_path / "run")
+    assert resumed.step == 1
+    resumed.training_step()
+    _assert_same(_bits(trainer), _bits(resumed))
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+    first = _trainer(tmp_path / "run").run()
+    files = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    again = _trainer(tmp_path / "run").run()
+    assert again.finished and again.steps == 12 and again.validation == first.validation
+    assert files == {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+
+
 def test_time_limit_stops_between_steps_and_resumes(tmp_path: Path) -> None:
     first = _trainer(tmp_path / "run", max_seconds=4.0)
     result = first.run()

@@ -49,9 +49,9 @@ def load_batch(
         # Slot k predicts token anchor + 1 + k, which the state at position anchor + k sees coming.
         positions_AK = packed.anchor_positions_A[first:last, None] + np.arange(K)
         chosen = np.flatnonzero(packed.supervised_AK[first:last])
-        positions = positions_AK.reshape(-1)[chosen]
-        order = np.argsort(positions, kind="stable")
-        unique, inverse = np.unique(positions[order], return_inverse=True)
+        sources = positions_AK.reshape(-1)[chosen]
+        order = np.argsort(sources, kind="stable")
+        unique, inverse = np.unique(sources[order], return_inverse=True)
         slots.append(first * K + chosen[order])
         teacher_rows.append(found + inverse)
         teachers.append(store.final(ids, unique))

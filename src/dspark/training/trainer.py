@@ -123,6 +123,7 @@ class Trainer:
         if self.step == 0:
             self.save()  # the starting weights are part of the run
         begun = last_save = mark = self.clock()
+        resumed_at = self.step
         self.model.train()
         with _deferred_interrupt() as interrupted:
             while self.step < self.config.steps:
@@ -146,7 +147,7 @@ class Trainer:
         finished = self.step >= self.config.steps
         validation = self.validate()
         self.seconds += self.clock() - mark
-        if finished:
+        if finished and self.step > resumed_at:
             self.save()
             self._log(
                 {"step": self.step, "seconds": round(self.seconds, 1), "validation": validation}
