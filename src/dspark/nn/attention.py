@@ -5,10 +5,9 @@ masks, and the groups of requests that one kernel call can serve. `ragged_attent
 production form (torch's fused kernel); `plain_attention` spells the same thing out, is its slow
 twin in tests, and serves the layers that the fused kernel cannot (score softcap, attention sinks).
 
-Exactness (law 5): the fused CPU kernel walks keys in tiles of 512 and queries in tiles of at least
-32 rows. With keys padded to whole tiles (masked) and query rows to a multiple of 4, a row's result
-does not depend on how many rows stand beside it. `attention_is_exact` checks that on the running
-machine.
+Exactness (law 5): the fused CPU kernel walks keys in tiles of 512. With keys padded to whole tiles
+(masked), and query rows to a multiple that `measure_query_tile` found on the running machine, a
+row's result does not depend on how many rows stand beside it.
 """
 
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspark.nn.kv_cache import KVStore
+from dspark.nn.kv_cache import KVShape, KVStore
+from dspark.nn.query_tile import TILES, AttentionKernel, measure_query_tile
 from dspark.nn.seams import RaggedBatch
 
 KEY_TILE = 512
-QUERY_TILE = 4
 _PLAIN_ROWS = 64
 """Rows of one product in `plain_attention`: matrix products round differently from some size on."""
 
@@ -44,7 +43,7 @@ class _Group:
 class AttentionPlan:
     batch: RaggedBatch
     groups: list[_Group]
-    _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor | None] = field(
+    _masks: dict[tuple[int, int, int | None, torch.dtype, int], Tensor | None] = field(
         default_factory=dict
     )
 
@@ -71,23 +70,25 @@ class AttentionPlan:
         return cls(batch, groups)
 
     def mask(
-        self, index: int, heads_per_kv: int, window: int | None, dtype: torch.dtype
+        self, index: int, heads_per_kv: int, window: int | None, dtype: torch.dtype, tile: int
     ) -> Tensor | None:
-        """Additive mask [G, 1, heads_per_kv * queries, keys] of group `index`, or None.
+        """Additive mask [G, 1, rows, keys] of group `index`, or None.
 
-        Rows are ordered (head in group, query). Built once a step for each kind of layer.
+        Rows are ordered (head in group, query), padded to a multiple of `tile`. Built once a step
+        for each kind of layer.
         """
-        key = (index, heads_per_kv, window, dtype)
+        key = (index, heads_per_kv, window, dtype, tile)
         if key not in self._masks:
-            self._masks[key] = self._build_mask(self.groups[index], heads_per_kv, window, dtype)
+            self._masks[key] = self._build_mask(self.groups[index], *key[1:])
         return self._masks[key]
 
     def _build_mask(
-        self, group: _Group, heads_per_kv: int, window: int | None, dtype: torch.dtype
+        self, group: _Group, heads_per_kv: int, window: int | None, dtype: torch.dtype, tile: int
     ) -> Tensor | None:
         lengths = [self.batch.context_lengths[r] for r in group.requests]
         whole = all(length == group.keys for length in lengths)
-        if group.queries == 1 and whole and (window is None or group.keys <= window):
+        sees_all = group.queries == 1 and whole and (window is None or group.keys <= window)
+        if sees_all and not self.batch.exact:
             return None
         device = self.batch.positions_N.device
         positions = self.batch.positions_N[group.rows].view(len(lengths), 1, group.queries, 1)
@@ -97,8 +98,8 @@ class AttentionPlan:
             visible &= keys > positions - window
         mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         mask.masked_fill_(~visible, float("-inf"))
-        mask = mask.repeat(1, 1, heads_per_kv, 1)
-        return _pad_queries(mask) if self.batch.exact else mask
+        # Rows of padding see every key: a row that sees none would be NaN.
+        return _pad_queries(mask.repeat(1, 1, heads_per_kv, 1), tile)
 
 
 def _group_end(batch: RaggedBatch, first: int) -> int:
@@ -138,13 +139,13 @@ def ragged_attention(
     rows, heads, _ = query_NHD.shape
     heads_per_kv = heads // store.shape.heads[layer]
     out = query_NHD.new_empty(rows, heads, store.shape.value_dims[layer])
+    tile = _tile(_fused, store, layer) if plan.batch.exact else 1
     for index, group in enumerate(plan.groups):
         keys, values = _read_group(store, layer, plan.batch, group)
         query = _fold(query_NHD[group.rows], len(group.requests), heads_per_kv)
         folded = query.shape[2]
-        if plan.batch.exact:
-            query = _pad_queries(query)
-        mask = plan.mask(index, heads_per_kv, window, keys.dtype)
+        query = _pad_queries(query, tile)
+        mask = plan.mask(index, heads_per_kv, window, keys.dtype, tile)
         result = F.scaled_dot_product_attention(
             query.to(keys.dtype), keys, values, attn_mask=mask, scale=scale
         )
@@ -166,6 +167,7 @@ def plain_attention(
     """The same, spelled out request by request; also with a score softcap and attention sinks."""
     batch = plan.batch
     heads_per_kv = query_NHD.shape[1] // store.shape.heads[layer]
+    tile = _tile(_plain, store, layer) if batch.exact else 1
     pieces = []
     for r, length in enumerate(batch.context_lengths):
         padded = -(-length // KEY_TILE) * KEY_TILE if batch.exact else length
@@ -175,9 +177,7 @@ def plain_attention(
             rows = slice(first, min(first + _PLAIN_ROWS, batch.starts[r + 1]))
             query = _fold(query_NHD[rows].float(), 1, heads_per_kv)[0]
             folded = query.shape[1]
-            if batch.exact:
-                query = _pad_queries(query)
-            scores = torch.matmul(query, keys)[:, :folded] * scale
+            scores = torch.matmul(_pad_queries(query, tile), keys)[:, :folded] * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             positions = batch.positions_N[rows, None].repeat(heads_per_kv, 1)
@@ -192,17 +192,38 @@ def plain_attention(
                 # In front: behind the keys they would stand elsewhere for every padding.
                 scores = torch.cat([sinks, scores], dim=-1)
             weights = torch.softmax(scores, dim=-1)[..., -padded:]
-            if batch.exact:
-                weights = _pad_queries(weights)
-            result = _weighted_sum(weights, values)[None, :, :folded]
+            result = _weighted_sum(_pad_queries(weights, tile), values)[None, :, :folded]
             pieces.append(_unfold(result, rows.stop - rows.start))
     return torch.cat(pieces).to(query_NHD.dtype)
 
 
+def attention_is_exact(shape: KVShape, dtype: torch.dtype, *, fused: bool) -> bool:
+    """Whether exact mode holds on this machine, for the layers of one model; `fused` or plain."""
+    kernel = _fused if fused else _plain
+    layers = set(zip(shape.heads, shape.key_dims, shape.value_dims, strict=True))
+    return all(measure_query_tile(kernel, *layer, dtype) is not None for layer in layers)
+
+
+def _tile(kernel: AttentionKernel, store: KVStore, layer: int) -> int:
+    shape = store.shape
+    dims = shape.heads[layer], shape.key_dims[layer], shape.value_dims[layer]
+    return measure_query_tile(kernel, *dims, store.keys[layer].dtype) or TILES[-1]
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    mask = query.new_zeros(1, 1, query.shape[2], keys.shape[2])
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+
+def _plain(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    weights = torch.matmul(query.float(), keys.float().transpose(2, 3)).softmax(-1)
+    return _weighted_sum(weights, values.float())
+
+
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """weights [KV, rows, keys] @ values [KV, keys, dim], summed tile by tile of keys: a product over
-    all of them would cut its sums elsewhere when there are more keys."""
-    tiles = zip(weights.split(KEY_TILE, dim=-1), values.split(KEY_TILE, dim=1), strict=True)
+    """weights [.., rows, keys] @ values [.., keys, dim], summed tile by tile of keys: one product
+    over all of them would cut its sums elsewhere when there are more keys."""
+    tiles = zip(weights.split(KEY_TILE, dim=-1), values.split(KEY_TILE, dim=-2), strict=True)
     first, *others = (torch.matmul(w, v) for w, v in tiles)
     return sum(others, start=first)
 
@@ -244,8 +265,7 @@ def _unfold(result: Tensor, queries: int) -> Tensor:
     return result.reshape(requests * queries, -1, dim)
 
 
-def _pad_queries(x: Tensor) -> Tensor:
-    """Pads dim -2 to a multiple of QUERY_TILE; padded mask rows see everything, so nothing is
-    NaN."""
-    missing = -x.shape[-2] % QUERY_TILE
+def _pad_queries(x: Tensor, tile: int) -> Tensor:
+    """Zero rows at the end of dim -2, up to a multiple of `tile`."""
+    missing = -x.shape[-2] % tile
     return F.pad(x, (0, 0, 0, missing)) if missing else x

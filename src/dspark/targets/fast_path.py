@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.nn.attention import AttentionPlan, ragged_attention
-from dspark.nn.row_exact import by_rows
 from dspark.nn.kv_cache import KVStore
 from dspark.nn.linear import ExactMode, PackedLinear, WeightKind
+from dspark.nn.row_exact import by_rows
 
 FAST_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dspark.nn.row_exact import RowActivation, RowByRow
 from dspark.nn.linear import ExactMode, ExactRows, PackedLinear, WeightKind, measure_exact_rows
+from dspark.nn.row_exact import RowActivation, RowByRow
 from dspark.targets.fast_path import FastDecoder
 
 _ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
@@ -153,7 +153,7 @@ def _fused_norm(module: nn.Module) -> FusedRMSNorm | None:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Whether it is a router with its experts, which transformers keeps in three-dimensional tensors."""
+    """Whether it is a router with its experts, which transformers keeps in 3-D tensors."""
     return any(
         parameter.ndim == 3
         for child in module.children()

@@ -1,0 +1,55 @@
+"""How many query rows an attention product needs for a row to be exact (law 5), measured.
+
+Matrix kernels take what is left of the rows at the end in another order than whole tiles: with head
+dimension 64 four rows at a time are exact on some processors, with 128 it takes eight. So query
+rows are padded to a multiple that this machine shows to be exact.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""query [G, KV, rows, key_dim], keys and values [G, KV, keys, dim] -> [G, KV, rows, value_dim]."""
+
+TILES = (4, 8, 16, 32)
+_COUNTS = (*range(4, 97, 4), 128, 160, 188, 192, 196, 256, 300, 768, 772)
+_KEYS = 512
+
+
+@cache
+def measure_query_tile(
+    kernel: AttentionKernel, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> int | None:
+    """The least of TILES whose multiples give bit-equal rows; None if none does.
+
+    Probed with one request and with two, because a product that stands alone may be shared among
+    threads. The answer is for the number of threads at the first call.
+    """
+    generator = torch.Generator().manual_seed(0)
+    kv_heads = min(kv_heads, 2)  # heads are separate products; two are as good as many
+
+    def draw(rows: int, dim: int) -> Tensor:
+        memory = torch.randn(2, rows, kv_heads, dim, generator=generator)
+        return memory.to(dtype).transpose(1, 2)
+
+    # Values of very different sizes: any other order of a sum shows.
+    query, keys = draw(max(_COUNTS), key_dim), draw(_KEYS, key_dim)
+    values = draw(_KEYS, value_dim) * 2.0 ** torch.randint(
+        -8, 8, (_KEYS, 1), generator=generator
+    ).to(dtype)
+    reference = torch.cat(
+        [kernel(tile.contiguous(), keys, values) for tile in query.split(TILES[-1], dim=2)], dim=2
+    )
+
+    def exact(count: int) -> bool:
+        rows = query[:, :, :count].contiguous()
+        return all(
+            torch.equal(kernel(rows[:g], keys[:g], values[:g]), reference[:g, :, :count])
+            for g in (1, 2)
+        )
+
+    good = {count for count in _COUNTS if exact(count)}
+    return next((t for t in TILES if good.issuperset(c for c in _COUNTS if c % t == 0)), None)
