@@ -28,6 +28,7 @@ def train(
     ] = None,
     layers: Annotated[int, typer.Option(help="Draft layers.")] = 3,
     block_size: Annotated[int, typer.Option(help="Draft tokens per block.")] = 7,
+    taps: Annotated[int, typer.Option(help="Target layers the drafter listens to.")] = 5,
     markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head.")] = 64,
     draft_vocabulary: Annotated[
         int | None,
@@ -57,6 +58,7 @@ def train(
     shape = DraftShape(
         layers=layers,
         block_size=block_size,
+        taps=taps,
         markov_rank=markov_rank,
         draft_vocabulary=draft_vocabulary,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from dspark.core.errors import ConfigError, PromptError
+from dspark.core.errors import ConfigError, DSparkError, PromptError
 from dspark.core.random import RequestRandom
 from dspark.core.records import FinishReason, RoundRecord, StepRecord, TokenFate
 from dspark.core.sampling import SamplingParams
@@ -186,6 +186,8 @@ class Engine:
     ) -> Verified | None:
         if not batch.sampled:
             return None
+        if not torch.isfinite(output.logits_MV).all():
+            raise DSparkError("the target's logits are not finite; check its weights")
         params = [state.request.params for state in batch.sampled]
         probs_MV = probs_from_logits(
             output.logits_MV, SamplingRows.of(params, batch.row_params, output.logits_MV.device)

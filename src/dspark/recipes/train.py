@@ -56,10 +56,7 @@ def draft_config(target_config: Any, binding: Binding, shape: DraftShape) -> DSp
     head_dim = getattr(target_config, "head_dim", None) or target_config.hidden_size // heads
     rope = getattr(target_config, "rope_parameters", None) or {}
     layers = binding.num_target_layers
-    if layers < shape.taps:
-        raise ConfigError(f"{shape.taps} taps need a target of as many layers; it has {layers}")
-    spread = max(1, shape.taps - 1)
-    taps = tuple(round(1 + i * (layers - 4) / spread) for i in range(shape.taps))
+    taps = tap_layers(layers, shape.taps)
     return DSparkConfig(
         hidden_size=binding.hidden_size,
         intermediate_size=target_config.intermediate_size,
@@ -69,13 +66,28 @@ def draft_config(target_config: Any, binding: Binding, shape: DraftShape) -> DSp
         head_dim=head_dim,
         vocab_size=binding.vocab_size,
         num_target_layers=layers,
-        target_layer_ids=tuple(sorted({max(0, tap) for tap in taps})),
+        target_layer_ids=taps,
         mask_token_id=binding.mask_token_id,
         block_size=shape.block_size,
         markov_rank=shape.markov_rank,
         rms_norm_eps=target_config.rms_norm_eps,
         rope_theta=float(rope.get("rope_theta", 10000.0)),
     )
+
+
+def tap_layers(layers: int, count: int) -> tuple[int, ...]:
+    """`count` layers spread from the second to the fourth last, as the paper's taps are.
+
+    Never the last one: engines that follow transformers see it after the final norm.
+    """
+    first, last = min(1, layers - 2), max(0, layers - 3)
+    spread = (first + i * (last - first) / max(1, count - 1) for i in range(count))
+    taps = tuple(sorted({round(tap) for tap in spread}))
+    if count < 1 or len(taps) < count:
+        raise ConfigError(
+            f"{count} different taps do not fit a target of {layers} layers; use fewer (--taps)"
+        )
+    return taps
 
 
 def train_drafter(
