@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from dspark.nn.linear import ExactMode
 
-_GRAIN = 32768
-"""torch shares an elementwise call among threads from this many elements on."""
+_GRAIN = 16384
+"""torch shares an elementwise call among threads only above this many elements (gelu; twice as
+many for others)."""
 _VECTOR = 64
 """Widths that are a multiple of this have no end inside a row, on any processor torch knows."""
 
