@@ -32,6 +32,8 @@ class BundleInfo:
     """Draft candidates per slot to serve with; 0 is the full (draft) vocabulary."""
     draft_vocabulary: int | None = None
     """Number of token ids in `draft_tokens.safetensors`; None when all may be proposed."""
+    policy: str | None = None
+    """Policy to serve with where nothing better is known, as a user would write it."""
     training: dict[str, Any] = field(default_factory=dict)
     """Free-form summary of the training run."""
     slot_convention: str = SLOT_CONVENTION
@@ -51,7 +53,7 @@ class BundleInfo:
                 raise CheckpointError(
                     f"dspark.{name} is {getattr(self, name)!r}; it must be a string"
                 )
-        for name in ("target_revision", "chat_template_hash"):
+        for name in ("target_revision", "chat_template_hash", "policy"):
             if not isinstance(getattr(self, name), str | None):
                 raise CheckpointError(
                     f"dspark.{name} is {getattr(self, name)!r}; it must be a string or null"

@@ -112,7 +112,7 @@ def _build_fp32(weight: Tensor) -> Kernel:
 
 def _build_onednn(weight: Tensor) -> Kernel:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    pointwise = torch.ops.mkldnn._linear_pointwise
+    pointwise = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: pointwise(x, packed, None, "none", [], "")
 
 
@@ -123,7 +123,7 @@ def _build_bf16(weight: Tensor) -> Kernel:
 
 def _build_fp16(weight: Tensor) -> Kernel:
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
-    product = torch.ops.quantized.linear_dynamic_fp16
+    product = torch.ops.quantized.linear_dynamic_fp16.default
     return lambda x: product(x, packed)
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.fit import check_fit
-from dspark.checkpoints.native import read_bundle
 from dspark.drafters.serving import DSparkDrafter, plain_linear
 from dspark.nn.linear import ExactMode, PackedLinear
 from dspark.targets.load import LoadedTarget
@@ -18,15 +18,14 @@ def shipped_bundle() -> Path:
     return Path(__file__).parent.parent / "bundles" / SHIPPED
 
 
-def load_drafter(
-    folder: Path, loaded: LoadedTarget, *, candidates: int | None = None
+def make_drafter(
+    bundle: Bundle, loaded: LoadedTarget, *, candidates: int | None = None
 ) -> DSparkDrafter:
-    """Reads a bundle, checks that it fits, and packs it like the target.
+    """Checks that a bundle fits the target, and packs it like the target.
 
     candidates: draft candidates per slot; None is what the bundle says.
-    Raises CheckpointError for a bundle that is missing, broken, or made for another target.
+    Raises CheckpointError for a bundle made for another target.
     """
-    bundle = read_bundle(folder)
     check_fit(bundle, loaded.binding)
     weights = loaded.weights
     mode = ExactMode(

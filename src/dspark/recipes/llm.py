@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import ConfigError, PromptError
 from dspark.core.records import FinishReason, StepRecord, TokenFate
 from dspark.core.sampling import SamplingParams
@@ -16,7 +17,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.nn.linear import WeightKind
 from dspark.nn.seams import Drafter
-from dspark.recipes.bundles import SHIPPED, load_drafter, shipped_bundle
+from dspark.recipes.bundles import SHIPPED, make_drafter, shipped_bundle
 from dspark.recipes.detokenize import TextStream
 from dspark.recipes.progress import Progress
 from dspark.scheduling.policies import Policy, parse_policy
@@ -88,6 +89,10 @@ class LLM:
                 raise ConfigError(f"threads is {threads}; it must be at least 1")
             torch.set_num_threads(threads)
         progress = progress or Progress(quiet=True)
+        if draft == "auto":
+            draft = shipped_bundle() if target is None else None
+        # Before the target, which takes longer: a wrong path is told at once.
+        bundle = None if draft is None else read_bundle(Path(draft))
         self.loaded: LoadedTarget = load_target(
             target,
             weights=weights,
@@ -98,25 +103,26 @@ class LLM:
         )
         self.tokenizer: Any = self.loaded.tokenizer
         self.max_requests = max_requests
-        if draft == "auto":
-            draft = shipped_bundle() if target is None else None
-            if draft is None:
-                progress.say(
-                    "no drafter for this target: plain decoding (give a bundle with --draft)"
-                )
-        self.draft_name = (
-            SHIPPED if draft == shipped_bundle() else None if draft is None else str(draft)
-        )
-        self.drafter: Drafter | None = (
-            None if draft is None else load_drafter(Path(draft), self.loaded)
-        )
+        self.draft_name: str | None = None
+        self.drafter: Drafter | None = None
+        self._bundle_policy: str | None = None
+        if bundle is None:
+            progress.say("no drafter for this target: plain decoding (give a bundle with --draft)")
+        else:
+            self.draft_name = SHIPPED if draft == shipped_bundle() else str(draft)
+            self.drafter = make_drafter(bundle, self.loaded)
+            self._bundle_policy = None if bundle.info is None else bundle.info.policy
         self.policy = self.resolve_policy(policy)
+        if policy is None and self.drafter is not None:
+            progress.say(
+                f"policy: {self.policy.name} (a fixed length: no cost table of this machine is used)"
+            )
 
     def resolve_policy(self, text: str | None) -> Policy:
         """The policy that `text` names for this drafter; None is the default."""
         block_size = None if self.drafter is None else self.drafter.block_size
         if text is None:
-            text = "off" if block_size is None else f"fixed:{block_size}"
+            text = "off" if block_size is None else self._bundle_policy or f"fixed:{block_size}"
         return parse_policy(text, block_size=block_size)
 
     def generate(
