@@ -76,7 +76,8 @@ def test_the_same_seed_gives_the_same_text(
         (["--threads", "0"], "threads is 0"),
         (["--compare", "--policy", "off"], "nothing to compare"),
         (["--compare", "--temperature", "1", "--verification", "rejection"], "coupled rule"),
-        (["--target", "no/such/folder", "--draft", "x"], "no/such/folder"),
+        (["--target", "./no/such/folder"], "no/such/folder"),
+        (["--draft", "no/such/bundle"], "no/such/bundle"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(

@@ -54,7 +54,10 @@ class RowByRow(nn.Module):
         self.block = block
         self.mode = mode
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, None]:
         if not self.mode.on:
             return self.block(x)
-        return torch.cat([self.block(row) for row in x.split(1, dim=1)], dim=1)
+        rows = [self.block(row) for row in x.split(1, dim=1)]
+        if isinstance(rows[0], tuple):  # (hidden states, router scores); nobody reads the scores
+            return torch.cat([row[0] for row in rows], dim=1), None
+        return torch.cat(rows, dim=1)

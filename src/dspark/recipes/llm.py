@@ -64,7 +64,8 @@ class LLM:
 
     target: a folder, a hub id or a GGUF file; None is the embedded SmolLM2-135M-Instruct.
     draft: a bundle folder; "auto" is the shipped bundle where it fits the target; None is no
-    drafter. policy: `off`, `fixed:N`; None is the drafter's whole block, or off without a drafter.
+        drafter.
+    policy: `off`, `fixed:N`; None is the bundle's own, else the whole block; off without a drafter.
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8); None picks for the processor.
     threads: CPU threads for torch; None leaves torch's own choice.
 
@@ -115,7 +116,7 @@ class LLM:
         self.policy = self.resolve_policy(policy)
         if policy is None and self.drafter is not None:
             progress.say(
-                f"policy: {self.policy.name} (a fixed length: no cost table of this machine is used)"
+                f"policy: {self.policy.name} (fixed: there is no cost table of this machine)"
             )
 
     def resolve_policy(self, text: str | None) -> Policy:

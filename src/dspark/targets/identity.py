@@ -14,7 +14,8 @@ def embedding_hash(embedding_VD: Tensor) -> str:
     Rows are enough to tell models apart and cheap at any size; float16 so that the same model
     stored in bfloat16, float16 or float32 (rounded from either) usually keeps its name.
     """
-    rows = torch.linspace(0, embedding_VD.shape[0] - 1, _SAMPLED_ROWS).long().unique()
+    # In whole numbers: how torch.linspace rounds depends on the processor.
+    rows = (torch.arange(_SAMPLED_ROWS) * (len(embedding_VD) - 1) // (_SAMPLED_ROWS - 1)).unique()
     sample = embedding_VD.detach()[rows].to("cpu", torch.float16).contiguous()
     digest = hashlib.sha256(str(tuple(embedding_VD.shape)).encode())
     digest.update(sample.numpy().tobytes())

@@ -23,7 +23,7 @@ from dspark.targets.embedded import embedded_gguf
 from dspark.targets.hf import HFTarget
 from dspark.targets.identity import embedding_hash
 from dspark.targets.pack import pack_model
-from dspark.targets.support import check_supported
+from dspark.targets.support import check_config, check_runs, check_supported
 
 logger = logging.getLogger(__name__)
 
@@ -61,46 +61,70 @@ def load_target(
     """
     model, tokenizer, name = read_model(source, trust_remote_code=trust_remote_code, say=say)
     check_supported(model)
-    model = model.float().to(device)
+    model = model.to(device)
     binding = make_binding(model, name, tokenizer, template_hash, init_layers)
     if device != "cpu":
-        return LoadedTarget(HFTarget(model), binding, tokenizer, name, None)
+        target = HFTarget(model)
+        check_runs(target, type(model).__name__)
+        return LoadedTarget(target, binding, tokenizer, name, None)
     if weights is None:
         weights, reason = best_kind()
         say(f"weights: {weights} ({reason})")
     check_kind(weights)
     packed = pack_model(model, weights)
     target = HFTarget(model, mode=packed.mode, fast=packed.fast)
+    check_runs(target, type(model).__name__)
+    if not target.row_exact:
+        say("this machine has no row-exact kernels for it: tokens may depend on the batch")
     return LoadedTarget(target, binding, tokenizer, name, weights)
 
 
 def read_model(
     source: str | None, *, trust_remote_code: bool = False, say: Say = logger.info
 ) -> tuple[Any, Any, str]:
-    """The transformers model (float32 or as stored), its tokenizer and a name for it."""
+    """The transformers model in float32, its tokenizer and a name for it."""
     name = source or EMBEDDED_NAME
     if source is None:
         source = str(_converted_gguf(embedded_gguf(), say))
     elif source.endswith(".gguf"):
-        path = Path(source)
+        path = Path(source).expanduser()
         if not path.is_file():
             raise TargetError(f"there is no GGUF file {source}")
         name, source = path.stem, str(_converted_gguf(path, say))
     elif Path(source).exists() or source.startswith((".", "/", "~")):
         folder = Path(source).expanduser()
+        if not folder.exists():
+            raise TargetError(f"there is no model folder {source}")
         if not (folder / "config.json").is_file():
             raise TargetError(f"{source} is not a model folder: it has no config.json")
         name, source = folder.resolve().name, str(folder)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype="auto", trust_remote_code=trust_remote_code
+        check_config(config)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except TargetError:
+        raise
     except Exception as error:  # transformers, safetensors and the hub client share no base class
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TargetError(f"cannot load the target {name}: {first}") from error
+        raise TargetError(f"cannot load the target {name}: {_first_line(error)}") from error
+    # transformers would go on with random numbers in their place.
+    if lacking := sorted({*report["missing_keys"], *(k for k, *_ in report["mismatched_keys"])}):
+        raise TargetError(
+            f"cannot load the target {name}: {len(lacking)} tensors are missing or misshaped, "
+            f"{lacking[0]} first; fetch the model again"
+        )
     return model, tokenizer, name
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def make_binding(
@@ -188,8 +212,7 @@ def _converted_gguf(path: Path, say: Say) -> Path:
         )
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:  # the gguf reader raises whatever a broken file leads it to
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TargetError(f"cannot read the GGUF file {path.name}: {first}") from error
+        raise TargetError(f"cannot read the GGUF file {path.name}: {_first_line(error)}") from error
     # The weights are dequantised now; the entry that says otherwise would make saving refuse.
     del model.config.quantization_config
     model.hf_quantizer = None
@@ -215,11 +238,7 @@ def _record_source(folder: Path, path: Path) -> None:
 
 def _file_hash(path: Path) -> str:
     with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest()
-            if hasattr(hashlib, "file_digest")
-            else hashlib.sha256(file.read()).hexdigest()
-        )
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cache_folder() -> Path:
