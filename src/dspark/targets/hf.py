@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from dspark.core.errors import TargetError
-from dspark.nn.attention import AttentionPlan
+from dspark.nn.attention import AttentionPlan, attention_is_exact
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.linear import ExactMode
 from dspark.nn.seams import RaggedBatch, TargetOutput
 from dspark.targets.attention_hook import ATTENTION_NAME, StepContext, register
 from dspark.targets.fast_path import FastDecoder
+from dspark.targets.pack import packed_layers
 
 _NOT_RUN = torch.empty(0)
 
@@ -34,7 +35,7 @@ class HFTarget:
         self.vocab_size: int = self.config.vocab_size
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.max_context: int = self.config.max_position_embeddings
+        self.max_context = _max_context(self.config)
         self.eos_token_ids = _eos_token_ids(model)
         self.kv_shape = kv_shape(self.config)
         self.device: torch.device = model.device  # type: ignore[assignment]
@@ -42,6 +43,16 @@ class HFTarget:
         self._final: Tensor | None = None
         if fast is None:
             self._install_hooks()
+
+    @property
+    def row_exact(self) -> bool:
+        """Whether this machine has row-exact kernels for every product of exact mode (float32
+        cache); what else a layer may hold is not looked at."""
+        layers = [*packed_layers(self.model), *(packed_layers(self.fast) if self.fast else ())]
+        fused = getattr(self.config, "attn_logit_softcapping", None) is None
+        return all(layer.exact_rows is not None for layer in layers) and attention_is_exact(
+            self.kv_shape, torch.float32, fused=fused
+        )
 
     def forward(
         self,
@@ -107,6 +118,15 @@ class HFTarget:
 
     def _norm_hook(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
         self._final = output[0]
+
+
+def _max_context(config: Any) -> int:
+    """Positions a text may have."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond it transformers turns every key of the batch by other angles than it was cached at.
+        return int(rope["original_max_position_embeddings"])
+    return int(config.max_position_embeddings)
 
 
 def kv_shape(config: Any) -> KVShape:

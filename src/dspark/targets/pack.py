@@ -91,7 +91,7 @@ def pack_model(model: Any, kind: WeightKind, *, allow_fast: bool = True) -> Pack
         for parent in list(model.modules()):
             _fuse_siblings(parent, kind, mode)
             for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
+                if type(child) is nn.Linear:  # a subclass may do more (Phi-MoE routers)
                     setattr(parent, name, PackedLinear(child.weight, child.bias, kind, mode))
                 elif (norm := _fused_norm(child)) is not None:
                     setattr(parent, name, norm)

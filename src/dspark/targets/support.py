@@ -6,8 +6,9 @@ import torch
 
 from dspark.core.errors import TargetError
 from dspark.nn.attention import KEY_TILE
-from dspark.nn.kv_cache import KVStore, PagePool
-from dspark.nn.seams import RaggedBatch, Target
+from dspark.nn.kv_cache import KVStore
+from dspark.nn.seams import Target
+from dspark.targets.drift import target_logits
 
 _ALIBI = "it adds ALiBi position biases to the attention scores"
 _RECURRENT = (
@@ -21,16 +22,17 @@ _REFUSED = {
     "gemma3n_text": "its layers share keys and values",
     "gemma4_text": "its layers differ in head dimension and share keys and values",
 }
+_UNWRITTEN = 7.0
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_KEYS = ("mamba", "ssm", "conv_", "linear_attention", "recurrent", "rwkv", "time_mix")
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, name: str | None = None) -> None:
     """Raises TargetError, naming the architecture and the reason, for what its configuration tells.
 
     Needs no weights, so that nobody waits for gigabytes to be refused.
     """
-    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    name = name or (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if getattr(config, "is_encoder_decoder", False):
         raise _cannot(name, "it is an encoder-decoder")
     if config.model_type in _REFUSED:
@@ -45,9 +47,9 @@ def check_config(config: Any) -> None:
 def check_supported(model: Any) -> None:
     """Raises TargetError, naming the architecture and the reason, if the seam cannot carry it."""
     name = type(model).__name__
-    check_config(model.config)
     decoder = model.get_decoder()
-    check_config(decoder.config)
+    for config in (model.config, decoder.config):
+        check_config(config, name)
     if not getattr(model, "_supports_attention_backend", False):
         raise _cannot(name, "its attention bypasses transformers' attention seam")
     if not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
@@ -55,27 +57,17 @@ def check_supported(model: Any) -> None:
 
 
 def check_runs(target: Target, name: str) -> None:
-    """Raises TargetError if a step of two tokens fails, or if a layer left no keys behind."""
-    pool = PagePool(1, 2)
-    table = pool.allocate(2)
-    positions_N = torch.arange(2, device=target.device)
-    batch = RaggedBatch(
-        tokens_N=torch.zeros_like(positions_N),
-        positions_N=positions_N,
-        requests_N=torch.zeros_like(positions_N),
-        slots_N=table.slots(0, 2).to(target.device),
-        starts=(0, 2),
-        context_lengths=(2,),
-        tables=(table,),
-    )
+    """Raises TargetError if a step of two tokens fails, or if a layer leaves no keys behind."""
+    store = KVStore(target.kv_shape, 2, read_ahead=KEY_TILE, device=target.device)
+    for keys in store.keys:
+        keys.fill_(_UNWRITTEN)
     try:
-        store = KVStore(target.kv_shape, 2, read_ahead=KEY_TILE, device=target.device)
-        target.forward(batch, store, logit_rows_M=positions_N)
+        target_logits(target, torch.zeros(2, dtype=torch.int64, device=target.device), store)
     except Exception as error:  # whatever a model's own code raises
         raise _cannot(name, f"a first step failed ({type(error).__name__}: {error})") from error
-    empty = [layer for layer, keys in enumerate(store.keys) if not keys[:2].any()]
-    if empty:
-        raise _cannot(name, f"layer {empty[0]} bypasses transformers' attention seam")
+    for layer, keys in enumerate(store.keys):
+        if (keys[:2] == _UNWRITTEN).all():
+            raise _cannot(name, f"layer {layer} bypasses transformers' attention seam")
 
 
 def _cannot(name: str, reason: str) -> TargetError:
