@@ -14,8 +14,8 @@ import torch
 from dspark.core.errors import DSparkError
 from dspark.core.records import StepRecord
 from dspark.core.sampling import SamplingParams
+from dspark.recipes.closed_loop import closed_loop
 from dspark.recipes.llm import LLM
-from dspark.recipes.load import closed_loop
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job, gather_prompts, make_jobs
 from dspark.recipes.values import weights_value

@@ -10,9 +10,9 @@ from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
 from dspark.data.prompts import Prompt, read_prompts
 from dspark.recipes.bench import bench
+from dspark.recipes.closed_loop import closed_loop
 from dspark.recipes.evaluate import evaluate
 from dspark.recipes.llm import LLM
-from dspark.recipes.load import closed_loop
 from dspark.recipes.prompt_sets import Job, make_jobs
 from tests.recipes.tiny import BLOCK, write_all
 

@@ -9,8 +9,8 @@ from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams, VerificationRule
 from dspark.data.prompts import Prompt
 from dspark.evaluation.acceptance import measure_acceptance
+from dspark.recipes.closed_loop import LoadResult, closed_loop
 from dspark.recipes.llm import LLM
-from dspark.recipes.load import LoadResult, closed_loop
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job, make_jobs
 from dspark.scheduling.policies import Policy, check_rule

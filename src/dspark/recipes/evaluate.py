@@ -13,8 +13,8 @@ from dspark.evaluation.acceptance import Acceptance, measure_acceptance
 from dspark.evaluation.bootstrap import ratio_interval
 from dspark.evaluation.repetition import repeated_share
 from dspark.evaluation.timing import phase_shares
+from dspark.recipes.closed_loop import LoadResult, closed_loop
 from dspark.recipes.llm import LLM
-from dspark.recipes.load import LoadResult, closed_loop
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job, make_jobs
 
