@@ -4,8 +4,8 @@ Prints, by domain (math, code, chat) and for all together,
 
 * plain / transformers: tokens per second of our engine without a drafter (packed weights) over
   transformers' `generate` (float32), both greedy, on the same prompts;
-* DSpark / plain at each temperature: the same engine with the drafter's whole block over the engine
-  without; `rejection` verification, accepted length beside it;
+* DSpark / plain at each temperature: the same engine with a drafter (the bundle's policy, or those
+  given) over the engine without; `rejection` verification, accepted length beside it;
 * where a round of DSpark spends its time,
 
 and ends with one JSON line. Timings include the prompt. Every text is written by all contenders in
@@ -16,6 +16,7 @@ turn in one run, so compare ratios, not the tokens per second of different runs.
 
 import time
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import torch
@@ -68,13 +69,14 @@ def transformers_contender(llm: LLM, source: str | None) -> Contender:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     options = parser(__doc__ or "")
     options.add_argument("--temperature", type=float, action="append", help="default: 0 and 1")
+    options.add_argument("--policy", action="append", help="default: the bundle's; repeatable")
     options.add_argument("--no-transformers", action="store_true", help="leave transformers out")
     args = options.parse_args(argv)
     progress = Progress()
     llm, jobs = setup(args, progress)
     if llm.drafter is None:
         raise ConfigError("there is no drafter to measure; give a bundle with --draft")
-    block = f"fixed:{llm.drafter.block_size}"
+    policies = args.policy or [llm.policy.name]
     temperatures = args.temperature or [0.0, 1.0]
 
     contenders = {}
@@ -86,12 +88,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         )
         contenders[f"plain {temperature:g}"] = engine_contender(llm, sampling, "off")
         if temperature in temperatures:
-            contenders[f"dspark {temperature:g}"] = engine_contender(llm, sampling, block)
+            for policy in policies:
+                contenders[_name(policy, temperature)] = engine_contender(llm, sampling, policy)
     timings = interleave(contenders, jobs, repeats=args.repeats, progress=progress)
 
-    print(
-        f"target {llm.loaded.name}, {llm.loaded.weights} weights, drafter {llm.draft_name}, {block}"
-    )
+    print(f"target {llm.loaded.name}, {llm.loaded.weights} weights, drafter {llm.draft_name}")
     print(f"{len(jobs)} prompts, {args.max_new_tokens} tokens at most, {args.threads} threads")
     for name, by_domain in timings.items():
         print(f"{name}: {rate(by_domain.values()):.1f} tokens/s")
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "target": llm.loaded.name,
         "drafter": llm.draft_name,
         "weights": llm.loaded.weights,
-        "policy": block,
+        "policies": policies,
         "verification": "rejection",
         "prompts": len(jobs),
         "max_new_tokens": args.max_new_tokens,
@@ -113,19 +114,23 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         over = ratios(timings, "plain 0", "transformers")
         result["plain_over_transformers"] = over
         print("plain / transformers:", _line(over))
-    for temperature in temperatures:
-        key = f"{temperature:g}"
-        own = timings[f"dspark {key}"]
+    for temperature, policy in product(temperatures, policies):
+        key = _name(policy, temperature)
+        own = timings[key]
         lengths = {domain: _accepted_length(timing.records) for domain, timing in own.items()}
-        over = ratios(timings, f"dspark {key}", f"plain {key}")
+        over = ratios(timings, key, f"plain {temperature:g}")
         shares = phase_shares(step for timing in own.values() for step in timing.records)
         result["dspark_over_plain"][key] = over
         result["accepted_length"][key] = lengths
         result["phases"][key] = shares
-        print(f"DSpark / plain at temperature {key}:", _line(over))
+        print(f"DSpark / plain, {policy} at temperature {temperature:g}:", _line(over))
         print("  accepted length:", _line(lengths))
         print("  a round:", ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
     return result
+
+
+def _name(policy: str, temperature: float) -> str:
+    return f"dspark {policy} {temperature:g}"
 
 
 def _accepted_length(steps: Iterable[StepRecord]) -> float | None:

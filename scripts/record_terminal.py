@@ -1,6 +1,6 @@
 """Records a command's real terminal output as an SVG picture.
 
-    python scripts/record_terminal.py docs/generate.svg dspark generate "Why is the sky blue?" --compare
+    python scripts/record_terminal.py docs/generate.svg dspark generate "Hello" --compare
 
 The command runs on a pseudo-terminal, so it colours its output as it would for a person. Nothing is
 edited; what is overwritten on the screen (progress bars) shows as it was left.
@@ -41,9 +41,10 @@ def last_writes(output: str) -> str:
 def main() -> int:
     picture, command = Path(sys.argv[1]), sys.argv[2:]
     output, status = record(command)
-    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(Text(f"$ {shlex.join(command)}", style="bold"))
-    console.print(Text.from_ansi(last_writes(output)))
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(record=True, width=WIDTH, file=nowhere)
+        console.print(Text(f"$ {shlex.join(command)}", style="bold"))
+        console.print(Text.from_ansi(last_writes(output)))
     picture.write_text(console.export_svg(title="dspark"))
     return status
 

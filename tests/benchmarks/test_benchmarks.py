@@ -50,13 +50,14 @@ def test_single_stream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     )  # fmt: skip
     assert result["prompts"] == 3
     assert {*result["plain_over_transformers"]} == {"math", "code", "all"}
-    assert {*result["dspark_over_plain"]} == {*result["accepted_length"]} == {"0", "1"}
-    assert {*result["dspark_over_plain"]["1"]} == {"math", "code", "all"}
-    assert all(length >= 1.0 for length in result["accepted_length"]["1"].values())
-    assert sum(result["phases"]["0"].values()) == pytest.approx(1.0)
+    greedy, sampled = "dspark fixed:3 0", "dspark fixed:3 1"
+    assert {*result["dspark_over_plain"]} == {*result["accepted_length"]} == {greedy, sampled}
+    assert {*result["dspark_over_plain"][sampled]} == {"math", "code", "all"}
+    assert all(length >= 1.0 for length in result["accepted_length"][sampled].values())
+    assert sum(result["phases"][greedy].values()) == pytest.approx(1.0)
     out = capsys.readouterr().out
     assert "plain / transformers: math" in out
-    assert "DSpark / plain at temperature 1: math" in out
+    assert "DSpark / plain, fixed:3 at temperature 1: math" in out
 
 
 def test_single_stream_needs_a_drafter(folder: Path) -> None:
