@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import ConfigError, PromptError
 from dspark.core.records import FinishReason, StepRecord, TokenFate
@@ -20,6 +18,7 @@ from dspark.nn.seams import Drafter
 from dspark.recipes.bundles import SHIPPED, make_drafter, shipped_bundle
 from dspark.recipes.detokenize import TextStream
 from dspark.recipes.progress import Progress
+from dspark.recipes.values import set_threads
 from dspark.scheduling.policies import Policy, parse_policy
 from dspark.targets.load import LoadedTarget, load_target
 
@@ -32,8 +31,7 @@ class RequestOutput:
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """Generated tokens; the end-of-sequence token is the last one when `finish_reason` is
-    "stop"."""
+    """Generated tokens; when `finish_reason` is "stop", the last one is what stopped it."""
     text: str
     fates: tuple[TokenFate, ...]
     """How each token came about."""
@@ -53,21 +51,29 @@ class StreamPiece:
 
     index: int
     """Which prompt."""
-    text: str
     token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    """What each token adds to the text: nothing while a character is not whole, then all of it."""
     fates: tuple[TokenFate, ...]
+    """How each token came about."""
     finish_reason: FinishReason | None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 class LLM:
     """A target with a drafter, ready to generate.
 
     target: a folder, a hub id or a GGUF file; None is the embedded SmolLM2-135M-Instruct.
-    draft: a bundle folder; "auto" is the shipped bundle where it fits the target; None is no
-        drafter.
+    draft: a bundle folder; "auto" is the shipped bundle with the embedded target and no drafter
+        with any other; None is no drafter.
     policy: `off`, `fixed:N`; None is the bundle's own, else the whole block; off without a drafter.
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8); None picks for the processor.
     threads: CPU threads for torch; None leaves torch's own choice.
+    max_requests: how many prompts decode at once; more wait.
+    progress: where start-up lines go; silent by default.
 
     Raises subclasses of UserError (`dspark.core.errors`) for anything wrong with these.
     """
@@ -85,10 +91,7 @@ class LLM:
         trust_remote_code: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        if threads is not None:
-            if threads < 1:
-                raise ConfigError(f"threads is {threads}; it must be at least 1")
-            torch.set_num_threads(threads)
+        set_threads(threads)
         progress = progress or Progress(quiet=True)
         if draft == "auto":
             draft = shipped_bundle() if target is None else None
@@ -108,16 +111,12 @@ class LLM:
         self.drafter: Drafter | None = None
         self._bundle_policy: str | None = None
         if bundle is None:
-            progress.say("no drafter for this target: plain decoding (give a bundle with --draft)")
+            progress.say("no drafter: plain decoding (give a bundle with --draft)")
         else:
             self.draft_name = SHIPPED if draft == shipped_bundle() else str(draft)
             self.drafter = make_drafter(bundle, self.loaded)
             self._bundle_policy = None if bundle.info is None else bundle.info.policy
         self.policy = self.resolve_policy(policy)
-        if policy is None and self.drafter is not None:
-            progress.say(
-                f"policy: {self.policy.name} (fixed: there is no cost table of this machine)"
-            )
 
     def resolve_policy(self, text: str | None) -> Policy:
         """The policy that `text` names for this drafter; None is the default."""
@@ -133,12 +132,12 @@ class LLM:
         *,
         policy: str | None = None,
     ) -> list[RequestOutput]:
-        """Completes raw text or token ids (no chat template); outputs are in the order of the
-        prompts."""
-        run = self.start(self._encode_raw(prompts), sampling, policy=policy)
-        for _ in run:
-            pass
-        return run.outputs()
+        """Completes raw text or token ids (no chat template); outputs in the prompts' order.
+
+        sampling: one for all prompts, or one each; None is `SamplingParams()`, temperature 1.
+        policy: overrides the policy of this LLM.
+        """
+        return self.start(self._encode_raw(prompts), sampling, policy=policy).run()
 
     def chat(
         self,
@@ -148,11 +147,8 @@ class LLM:
         system: str | None = None,
         policy: str | None = None,
     ) -> list[RequestOutput]:
-        """Answers user turns (one conversation each), through the target's chat template."""
-        run = self.start(self.encode_chat(turns, system), sampling, policy=policy)
-        for _ in run:
-            pass
-        return run.outputs()
+        """Answers user turns (a conversation each), through the target's chat template."""
+        return self.start(self.encode_chat(turns, system), sampling, policy=policy).run()
 
     def stream(
         self,
@@ -173,7 +169,11 @@ class LLM:
         policy: str | None = None,
         row_exact: bool = True,
     ) -> "Generation":
-        """A generation over token ids, to be iterated."""
+        """A generation over token ids, to be iterated.
+
+        row_exact: as in `EngineConfig`; False only to time plain decoding.
+        Raises PromptError for a prompt that does not fit the target's context.
+        """
         if sampling is None:
             sampling = SamplingParams()
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else [*sampling]
@@ -184,13 +184,14 @@ class LLM:
             if len(prompt) + own.max_new_tokens > limit:
                 raise PromptError(
                     f"the prompt has {len(prompt)} tokens and max_new_tokens is "
-                    f"{own.max_new_tokens}; "
-                    f"together they must fit the target's context of {limit} tokens"
+                    f"{own.max_new_tokens}; together they must fit the target's context of "
+                    f"{limit} tokens"
                 )
         chosen = self.policy if policy is None else self.resolve_policy(policy)
         return Generation(self, prompts, params, chosen, row_exact)
 
     def encode_chat(self, turns: str | Sequence[str], system: str | None = None) -> list[list[int]]:
+        """Token ids of user turns in the target's chat template, up to where the answer starts."""
         turns = [turns] if isinstance(turns, str) else turns
         return [encode_prompt(self.tokenizer, turn, system).tolist() for turn in turns]
 
@@ -199,9 +200,9 @@ class LLM:
         many = cast(Sequence[Prompt], [prompts] if single else prompts)
         encoded = []
         for prompt in many:
-            ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            if not len(ids):
+            if not len(prompt):  # before a tokenizer puts its own first token there
                 raise PromptError("the prompt is empty; give it some text")
+            ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             encoded.append([int(token) for token in ids])
         return encoded
 
@@ -222,17 +223,11 @@ class Generation:
     ) -> None:
         self._prompts = [tuple(prompt) for prompt in prompts]
         self._tokenizer = llm.tokenizer
-        # A seed is drawn here, so that the result can say it; the rule is what the request asked
-        # for.
+        # Drawn here, so that the result can say it; a request's rule still goes by its own seed.
         self._seeds = [p.seed if p.seed is not None else secrets.randbits(63) for p in params]
-        page = EngineConfig().page_size
-        needs = sorted(
-            -(-(len(prompt) + p.max_new_tokens) // page) * page
-            for prompt, p in zip(prompts, params, strict=True)
-        )
-        config = EngineConfig(
+        config = EngineConfig.for_requests(
+            (len(prompt) + p.max_new_tokens for prompt, p in zip(prompts, params, strict=True)),
             max_requests=llm.max_requests,
-            cache_tokens=max(page, sum(needs[-llm.max_requests :])),
             row_exact=row_exact,
         )
         self.engine = Engine(llm.loaded.target, llm.drafter, policy, config)
@@ -251,17 +246,25 @@ class Generation:
             self._tokens[index] += event.tokens
             self._fates[index] += event.fates
             self._finished[index] = event.finished
-            text = self._texts[index].push(event.tokens)
+            texts = [self._texts[index].push((token,)) for token in event.tokens]
             if event.finished is not None:
-                text += self._texts[index].finish()
-            self._text[index] += text
-            yield StreamPiece(index, text, event.tokens, event.fates, event.finished)
+                texts[-1] += self._texts[index].finish()
+            piece = StreamPiece(index, event.tokens, tuple(texts), event.fates, event.finished)
+            self._text[index] += piece.text
+            yield piece
 
     @property
     def records(self) -> list[StepRecord]:
         return self.engine.records
 
+    def run(self) -> list[RequestOutput]:
+        """Iterates to the end."""
+        for _ in self:
+            pass
+        return self.outputs()
+
     def outputs(self) -> list[RequestOutput]:
+        """What each prompt has come to so far, in their order."""
         rounds = [record for step in self.records for record in step.rounds]
         outputs = []
         for index, prompt in enumerate(self._prompts):

@@ -101,13 +101,14 @@ def read_model(
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         check_config(config)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
+        model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except TargetError:
         raise
