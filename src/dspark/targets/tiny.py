@@ -34,6 +34,29 @@ _OWN: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
+    "cohere2": {"sliding_window": 5},
+    "gpt_oss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+    },
 }
 
 TINY_ARCHITECTURES = tuple(_OWN)

@@ -1,0 +1,81 @@
+"""Law 5 at the target: a row's bits do not depend on what else is in the batch, or on the pieces."""
+
+import random
+
+import pytest
+import torch
+
+from dspark.targets.tiny import tiny_model
+from tests.targets.ragged import Session, packed_target, random_text
+
+VOCAB = 97
+LENGTHS = (5, 40, 508, 521)  # across the key tile of 512
+MODELS = {
+    "llama": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 2},
+    "qwen3": {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 128},
+    "gemma2": {"num_hidden_layers": 2},
+    "gemma3_text": {"num_hidden_layers": 2},
+    "qwen3_moe": {"num_hidden_layers": 1},
+}
+
+
+def pieces(rng, length):
+    """Cut points: a prefill of some chunk size, then verification blocks of any size."""
+    cuts, at = [], max(1, length - rng.randint(15, 30)) if rng.random() < 0.7 else 0
+    while at < length:
+        if at:
+            cuts.append(at)
+        at += rng.choice([1, 1, 2, 3, 5, 8, 9]) if length - at < 60 else rng.randint(50, 300)
+    return cuts
+
+
+def check_rows_are_exact(target, seed, trials=2, lengths=LENGTHS):
+    rng = random.Random(seed)
+    texts = [random_text(length, VOCAB, seed=length) for length in lengths]
+    alone = [Session(target, page_size=16, pages=40).read([t], [[]])[0]["logits"] for t in texts]
+    for trial in range(trials):
+        scatter = torch.Generator().manual_seed(trial) if trial % 2 else None
+        size = rng.choice([4, 16, 64])
+        session = Session(target, page_size=size, pages=1300 // size, scatter=scatter)
+        chosen = rng.sample(range(len(texts)), rng.randint(2, len(texts)))
+        cuts = [pieces(rng, len(texts[i])) for i in chosen]
+        for i, rows in zip(chosen, session.read([texts[i] for i in chosen], cuts), strict=True):
+            assert torch.equal(rows["logits"], alone[i]), (trial, lengths[i])
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_rows_do_not_depend_on_the_batch(model_type):
+    target = packed_target(tiny_model(model_type, **MODELS[model_type]))
+    assert target.row_exact
+    check_rows_are_exact(target, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "int8"])
+def test_every_kind_of_weights(kind):
+    target = packed_target(tiny_model("llama", num_hidden_layers=2), kind)
+    if not target.row_exact:
+        pytest.skip(f"{kind} is not row-exact on this machine, and says so")
+    check_rows_are_exact(target, seed=2)
+
+
+def test_any_number_of_threads():
+    """Shares of a tensor that end inside a row must not show; five threads make such shares."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        for model_type in ("llama", "gemma3_text"):
+            target = packed_target(tiny_model(model_type, num_hidden_layers=2))
+            check_rows_are_exact(target, seed=3, lengths=(40, 508, 521))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_switch_is_needed():
+    """Without exact mode the same comparison fails somewhere, or the tests above would be empty."""
+    target = packed_target(tiny_model("llama", num_hidden_layers=2))
+    text = random_text(90, VOCAB, seed=1)
+    whole = Session(target, exact=False).read([text], [[]])[0]["logits"]
+    cut = Session(target, exact=False).read([text], [list(range(1, 90))])[0]["logits"]
+    assert not torch.equal(whole, cut)
+    torch.testing.assert_close(whole, cut, atol=1e-4, rtol=0)
