@@ -1,12 +1,19 @@
 """`dspark generate`: answer one prompt, streamed; with --compare, against plain decoding."""
 
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dspark.cli import options
 from dspark.cli.output import Screen, print_note
+from dspark.cli.table import number
+from dspark.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from dspark.recipes.llm import LLM, RequestOutput, StreamPiece
+    from dspark.recipes.progress import Progress
 
 
 def generate(
@@ -36,10 +43,8 @@ def generate(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Answer one prompt with a language model, faster than it decodes on its own."""
-    from dspark.core.sampling import SamplingParams
-    from dspark.recipes.compare import compare as run_comparison
-    from dspark.recipes.llm import LLM, StreamPiece
+    """Answer one prompt, faster than the model decodes on its own."""
+    from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.values import rule_value, weights_value
 
@@ -52,72 +57,86 @@ def generate(
         verification=rule_value(verification),
         max_new_tokens=max_new_tokens,
     )
+    progress = Progress()
     llm = LLM(
         target,
         draft=draft or "auto",
         policy=policy,
         weights=weights_value(weights),
         threads=threads,
-        progress=Progress(),
+        progress=progress,
     )
     [ids] = llm.encode_chat(prompt)
     screen = Screen()
-    drafts = llm.policy.drafts
-
-    def show(piece: StreamPiece) -> None:
-        # A step's text is one string; its colour is that of the tokens it mostly came from.
-        screen.token(piece.text, piece.fates[0])
-
-    if drafts:
+    if llm.policy.drafts:
+        if policy is None:
+            progress.say(f"policy: {llm.policy.name} (there is no cost table to choose by)")
         screen.legend()
-    if compare:
-        result = run_comparison(llm, ids, params, show=show)
-        output = result.output
-        screen.print()
-        print_note("")
-        print_note(
-            f"{result.tokens_per_second:.1f} tokens/s with speculation ({llm.policy.name}), "
-            f"{result.plain_tokens_per_second:.1f} without: {result.speedup:.2f}x"
-        )
-        print_note(
-            f"accepted length {output.accepted_length or 1:.2f} tokens a round; "
-            + ("the tokens are identical" if result.identical else "THE TOKENS DIFFER")
-        )
-        document = {
-            "output_tokens": len(output.token_ids),
-            "tokens_per_second": result.tokens_per_second,
-            "plain_tokens_per_second": result.plain_tokens_per_second,
-            "speedup": result.speedup,
-            "accepted_length": output.accepted_length,
-            "identical": result.identical,
-        }
-    else:
-        generation = llm.start([ids], params)
-        started = time.perf_counter()
-        try:
-            for piece in generation:
-                show(piece)
-        finally:  # Ctrl-C keeps what there is
-            screen.print()
-        seconds = time.perf_counter() - started
-        [output] = generation.outputs()
-        print_note(
-            f"{len(output.token_ids)} tokens in {seconds:.1f} s "
-            f"({len(output.token_ids) / seconds:.1f} tokens/s), "
-            f"accepted length {output.accepted_length or 1:.2f}, seed {output.seed}"
-        )
-        document = {
-            "output_tokens": len(output.token_ids),
-            "tokens_per_second": len(output.token_ids) / seconds,
-            "accepted_length": output.accepted_length,
-        }
+    try:
+        if compare:
+            output, measured = _compare(llm, ids, params, screen, progress)
+        else:
+            output, measured = _answer(llm, ids, params, screen)
+    finally:  # Ctrl-C keeps the text there is
+        screen.end_line()
     if json:
         screen.json(
             {
-                **document,
+                "output_tokens": len(output.token_ids),
+                **measured,
+                "accepted_length": output.accepted_length,
                 "finish_reason": output.finish_reason,
+                "seed": output.seed,
                 "policy": llm.policy.name,
                 "weights": llm.loaded.weights,
                 "text": output.text,
             }
         )
+
+
+def _answer(
+    llm: "LLM", ids: Sequence[int], params: SamplingParams, screen: Screen
+) -> "tuple[RequestOutput, dict[str, Any]]":
+    generation = llm.start([ids], params)
+    started = time.perf_counter()
+    for piece in generation:
+        _show(piece, screen)
+    seconds = time.perf_counter() - started
+    [output] = generation.outputs()
+    rate = len(output.token_ids) / seconds
+    print_note(
+        f"\n{len(output.token_ids)} tokens in {seconds:.1f} s ({rate:.1f} tokens/s), accepted "
+        f"length {number(output.accepted_length)} tokens a round, seed {output.seed}"
+    )
+    return output, {"tokens_per_second": rate}
+
+
+def _compare(
+    llm: "LLM", ids: Sequence[int], params: SamplingParams, screen: Screen, progress: "Progress"
+) -> "tuple[RequestOutput, dict[str, Any]]":
+    from dspark.recipes.compare import compare
+
+    result = compare(llm, ids, params, show=lambda piece: _show(piece, screen), progress=progress)
+    output = result.output
+    print_note(
+        f"\n{number(result.tokens_per_second, '.1f')} tokens/s with speculation "
+        f"({llm.policy.name}), {number(result.plain_tokens_per_second, '.1f')} without: "
+        f"{number(result.speedup)}x"
+    )
+    print_note(
+        f"accepted length {number(output.accepted_length)} tokens a round; "
+        + ("the tokens are identical" if result.identical else "THE TOKENS DIFFER")
+    )
+    return output, {
+        "tokens_per_second": result.tokens_per_second,
+        "plain_tokens_per_second": result.plain_tokens_per_second,
+        "speedup": result.speedup,
+        "identical": result.identical,
+    }
+
+
+def _show(piece: "StreamPiece", screen: Screen) -> None:
+    for text, fate in zip(piece.texts, piece.fates, strict=True):
+        screen.token(text, fate)
+    if piece.finish_reason is not None:
+        screen.end_line()

@@ -18,9 +18,9 @@ _STYLES: dict[TokenFate, str] = {
 }
 _LEGEND: dict[TokenFate, str] = {
     "accepted": "drafted and accepted",
-    "corrected": "corrected",
-    "bonus": "bonus",
-    "plain": "plain",
+    "corrected": "in place of a rejected one",
+    "bonus": "after a whole draft",
+    "plain": "without a draft",
 }
 
 
@@ -46,17 +46,21 @@ class Screen:
         """Appends a piece of streamed text, coloured by its fate."""
         self._write(Text(text, style=_STYLES[fate]), "")
 
+    def end_line(self) -> None:
+        """Goes to a new line, unless at the start of one."""
+        if self._mid_line:
+            self.print()
+
     def legend(self) -> None:
         """Says what the colours of `token` mean, where there are any."""
         if self.interactive:
             pieces = [Text(_LEGEND[fate], style=_STYLES[fate]) for fate in _LEGEND]
-            self._write(Text("  ").join(pieces), "\n")
+            self._write(Text("  ").join(pieces), "\n\n")
 
     def json(self, document: Mapping[str, Any]) -> None:
         """One compact line of its own. NaN and infinity are no JSON and raise ValueError."""
         text = json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        if self._mid_line:
-            self.print()
+        self.end_line()
         print(text, file=self._stream, flush=True)
 
     def _write(self, text: Text, end: str) -> None:

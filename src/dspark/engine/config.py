@@ -1,5 +1,6 @@
 """How an engine is set up."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,3 +28,16 @@ class EngineConfig:
         for name in ("max_requests", "chunk_tokens", "cache_tokens", "page_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @classmethod
+    def for_requests(
+        cls, most_tokens: Iterable[int], *, max_requests: int, row_exact: bool
+    ) -> "EngineConfig":
+        """A cache just large enough for the longest `max_requests` of some requests.
+
+        most_tokens: per request, prompt and new tokens together.
+        """
+        page = cls().page_size
+        needs = sorted(-(-tokens // page) * page for tokens in most_tokens)
+        cache_tokens = max(page, sum(needs[-max_requests:]))
+        return cls(max_requests=max_requests, cache_tokens=cache_tokens, row_exact=row_exact)

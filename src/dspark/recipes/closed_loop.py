@@ -53,9 +53,12 @@ def closed_loop(
     """
     if concurrency < 1:
         raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
-    engine = _engine(
-        llm, jobs, policy, concurrency, policy.drafts if row_exact is None else row_exact
+    config = EngineConfig.for_requests(
+        (len(job.prompt) + job.params.max_new_tokens for job in jobs),
+        max_requests=concurrency,
+        row_exact=policy.drafts if row_exact is None else row_exact,
     )
+    engine = Engine(llm.loaded.target, llm.drafter, policy, config)
     texts: list[list[int]] = [[] for _ in jobs]
     sent, first, last = ([0.0] * len(jobs) for _ in range(3))
     following = 0
@@ -91,14 +94,3 @@ def closed_loop(
         tpot=tuple(seconds for seconds in per_token if seconds is not None),
         records=tuple(engine.records),
     )
-
-
-def _engine(
-    llm: LLM, jobs: Sequence[Job], policy: Policy, concurrency: int, row_exact: bool
-) -> Engine:
-    page = EngineConfig().page_size
-    needs = sorted(-(-(len(job.prompt) + job.params.max_new_tokens) // page) * page for job in jobs)
-    config = EngineConfig(
-        max_requests=concurrency, cache_tokens=sum(needs[-concurrency:]), row_exact=row_exact
-    )
-    return Engine(llm.loaded.target, llm.drafter, policy, config)

@@ -1,5 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere, nothing when
-silent."""
+"""Progress of long work: a bar on a terminal, a line now and then elsewhere, or nothing."""
 
 import sys
 import time
@@ -25,7 +24,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         if not self.quiet:
-            self.console.print(line, highlight=False, markup=False)
+            # soft_wrap: lines of a log file are not cut at 80 columns.
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def task(self, title: str, total: int) -> Iterator[Advance]:

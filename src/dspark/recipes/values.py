@@ -3,6 +3,8 @@
 import difflib
 from typing import Any, cast
 
+import torch
+
 from dspark.core.errors import ConfigError
 from dspark.core.sampling import RULES, VerificationRule
 from dspark.nn.linear import KINDS, WeightKind
@@ -14,6 +16,15 @@ def rule_value(text: str | None) -> VerificationRule | None:
 
 def weights_value(text: str | None) -> WeightKind | None:
     return cast(WeightKind | None, _one_of("weights", text, KINDS))
+
+
+def set_threads(threads: int | None) -> None:
+    """CPU threads of this process; None leaves torch's own choice. ConfigError below 1."""
+    if threads is None:
+        return
+    if threads < 1:
+        raise ConfigError(f"threads is {threads}; it must be at least 1")
+    torch.set_num_threads(threads)
 
 
 def _one_of(name: str, text: str | None, allowed: tuple[Any, ...]) -> str | None:
