@@ -6,7 +6,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from dspark.core.errors import MissingExtraError, TargetError
 from dspark.nn.linear import WeightKind, best_kind, check_kind
@@ -75,7 +77,7 @@ def load_target(
     target = HFTarget(model, mode=packed.mode, fast=packed.fast)
     check_runs(target, type(model).__name__)
     if not target.row_exact:
-        say("this machine has no row-exact kernels for it: tokens may depend on the batch")
+        say(f"no row-exact kernels for {weights} on this machine: tokens may depend on the batch")
     return LoadedTarget(target, binding, tokenizer, name, weights)
 
 
@@ -96,18 +98,21 @@ def read_model(
         if not folder.exists():
             raise TargetError(f"there is no model folder {source}")
         if not (folder / "config.json").is_file():
-            raise TargetError(f"{source} is not a model folder: it has no config.json")
+            raise TargetError(f"{folder.resolve()} is no model folder: it has no config.json")
         name, source = folder.resolve().name, str(folder)
+    say(f"loading {name} ...")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         check_config(config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        # A hub id may be downloaded first, which is worth its bars.
+        with _without_bars() if Path(source).is_dir() else nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
         model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except TargetError:
@@ -121,6 +126,18 @@ def read_model(
             f"{lacking[0]} first; fetch the model again"
         )
     return model, tokenizer, name
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without transformers' bar for every file it reads; a line of ours has said what happens."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:
@@ -206,11 +223,12 @@ def _converted_gguf(path: Path, say: Say) -> Path:
         import gguf  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(str(error.name), "gguf") from error
-    say(f"converting {path.name} to safetensors (once) ...")
+    say(f"converting {path.name} to safetensors, this once ...")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32
-        )
+        with _without_bars():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(path.parent), gguf_file=path.name, dtype=torch.float32
+            )
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:  # the gguf reader raises whatever a broken file leads it to
         raise TargetError(f"cannot read the GGUF file {path.name}: {_first_line(error)}") from error
@@ -221,7 +239,8 @@ def _converted_gguf(path: Path, say: Say) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        model.save_pretrained(scratch)
+        with _without_bars():
+            model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         _record_source(scratch, path)
         scratch.rename(folder)
