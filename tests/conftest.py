@@ -50,7 +50,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A random two-layer Llama with a byte tokenizer and a chat template, as transformers saves it."""
+    """A random two-layer Llama with a byte tokenizer and chat template, as transformers saves it."""
     folder = tmp_path_factory.mktemp("targets") / "tiny-llama"
     tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=2, mask_token_id=3).save_pretrained(
         folder

@@ -1,4 +1,4 @@
-"""Law 5 at the target: a row's bits do not depend on what else is in the batch, or on the pieces."""
+"""Law 5 at the target: a row's bits depend on nothing else in the batch, nor on the pieces."""
 
 import random
 

@@ -133,8 +133,15 @@ def _build_int8(weight: Tensor) -> Kernel:
     # The kernel multiplies by a bfloat16 scale, which would cost 8 bits: ours is applied in
     # float32.
     ones = torch.ones_like(scale, dtype=torch.bfloat16)
+    # It reads whole vectors of inputs, and beyond the end where they do not fill the last one.
+    missing = -weight.shape[1] % 32
+    quantised = F.pad(quantised, (0, missing))
     product = torch._weight_int8pack_mm
-    return lambda x: product(x.bfloat16(), quantised, ones).float() * scale
+
+    def kernel(x: Tensor) -> Tensor:
+        return product(F.pad(x.bfloat16(), (0, missing)), quantised, ones).float() * scale
+
+    return kernel
 
 
 _BUILDERS: dict[WeightKind, Callable[[Tensor], Kernel]] = {

@@ -1,0 +1,180 @@
+"""Packed linears: near fp32, and bit-equal rows where the measurement says so."""
+
+import platform
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dspark.core.errors import ConfigError
+from dspark.nn import linear
+from dspark.nn.linear import (
+    KINDS,
+    ExactMode,
+    ExactRows,
+    PackedLinear,
+    best_kind,
+    check_kind,
+    measure_exact_rows,
+    run_exact,
+)
+
+# Largest error of a product, relative to the root mean square of the exact result.
+LIMITS = {"fp32": 1e-5, "bf16": 0.03, "fp16": 2e-3, "int8": 0.04}
+
+
+def available(kind):
+    try:
+        check_kind(kind)
+    except ConfigError:
+        pytest.skip(f"{kind} does not run on this machine")
+    return kind
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 96, 40), (7, 33, 17), (70, 256, 64)])
+def test_near_fp32(kind, rows, inputs, outputs):
+    available(kind)
+    weight, bias, x = random(outputs, inputs), random(outputs, seed=1), random(rows, inputs, seed=2)
+    layer = PackedLinear(weight, bias, kind, ExactMode(on=False))
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    got = layer(x)
+    assert got.dtype == torch.float32
+    error = (got - expected).abs().max() / expected.square().mean().sqrt()
+    assert error < LIMITS[kind]
+    assert torch.equal(layer(x[None])[0], got)  # any number of leading dimensions
+    if kind != "fp32":
+        assert error > 1e-6, "this kind rounds nothing: is it the kind it says?"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on", [True, False])
+def test_no_rows_at_all(kind, on):
+    layer = PackedLinear(random(8, 16), None, available(kind), ExactMode(on=on))
+    layer.exact_rows = ExactRows((4,))
+    assert layer(torch.empty(1, 0, 16)).shape == (1, 0, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (120, 97)])
+def test_measured_counts_hold_for_other_data(kind, inputs, outputs):
+    exact = measure_exact_rows(available(kind), inputs, outputs)
+    if exact is None:
+        pytest.skip(f"{kind} has no exact row counts on this machine")
+    kernel = PackedLinear(random(outputs, inputs), None, kind, ExactMode()).kernel
+    # Rows and columns of very different sizes, so that any other order of a sum shows.
+    x = random(150, inputs, seed=1) * torch.exp(2 * random(150, 1, seed=2))
+    x = x * torch.exp(random(1, inputs, seed=3))
+    whole = run_exact(kernel, x, exact)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(60):
+        count = int(torch.randint(1, 100, (1,), generator=generator))
+        start = int(torch.randint(0, 150 - count, (1,), generator=generator))
+        piece = run_exact(kernel, x[start : start + count].contiguous(), exact)
+        assert torch.equal(piece, whole[start : start + count]), (start, count)
+
+
+def off_by_an_ulp(y):
+    return torch.nextafter(y, torch.full_like(y, 1e9))
+
+
+@pytest.mark.parametrize(
+    ("rounds_otherwise", "exact"),
+    [
+        (lambda count: count in (1, 2, 7, 31), set(linear._PROBED_COUNTS) - {1, 2, 7, 31}),
+        (lambda count: count > 20, set(range(1, 21))),
+        (lambda count: count != 8, {8}),
+    ],
+)
+def test_a_kernel_that_rounds_by_row_count_is_caught(monkeypatch, rounds_otherwise, exact):
+    def build(weight):
+        def kernel(x):
+            y = x @ weight[:8].T
+            y = (x.double() @ weight[:8].T.double()).float()
+            return off_by_an_ulp(y) if rounds_otherwise(len(x)) else y
+
+        return kernel
+
+    monkeypatch.setitem(linear._BUILDERS, "fp32", build)
+    assert set(measure_exact_rows("fp32", 32, 16).counts) == exact
+
+
+def test_a_kernel_that_rounds_by_place_is_caught(monkeypatch):
+    def build(weight):
+        def kernel(x):
+            y = (x.double() @ weight.T.double()).float()
+            y[5:] = off_by_an_ulp(y[5:])
+            return y
+
+        return kernel
+
+    monkeypatch.setitem(linear._BUILDERS, "fp32", build)
+    measured = measure_exact_rows("fp32", 32, 16)
+    assert measured is None or max(measured.counts) <= 5
+
+
+def test_another_order_of_summation_is_caught(monkeypatch):
+    def build(weight):
+        def kernel(x):
+            if len(x) % 2:  # halves summed one after the other
+                half = x.shape[1] // 2
+                return x[:, :half] @ weight[:, :half].T + x[:, half:] @ weight[:, half:].T
+            return (x[:, None] @ weight.T)[:, 0]
+
+        return kernel
+
+    monkeypatch.setitem(linear._BUILDERS, "fp32", build)
+    measured = measure_exact_rows("fp32", 64, 16)
+    assert all(count % 2 == 0 for count in measured.counts)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 13, 25])
+def test_run_exact_tiles_and_pads(rows):
+    seen = []
+
+    def kernel(x):
+        seen.append(len(x))
+        return x * 2
+
+    x = random(rows, 3)
+    assert torch.equal(run_exact(kernel, x, ExactRows((3, 6))), x * 2)
+    assert set(seen) <= {3, 6}
+    assert sum(seen) - rows < 6
+    assert len(seen) == -(-rows // 6)
+
+
+def test_exact_mode_is_a_switch():
+    mode = ExactMode(on=True)
+    layer = PackedLinear(random(8, 16), None, "fp32", mode)
+    seen = []
+    kernel = layer.kernel
+    layer.kernel = lambda x: (seen.append(len(x)), kernel(x))[1]
+    layer.exact_rows = ExactRows((4,))
+    layer(random(6, 16))
+    mode.on = False
+    layer(random(6, 16))
+    assert seen == [4, 4, 6]
+
+
+def test_what_a_machine_cannot_run_names_the_remedy(monkeypatch):
+    def refuse(weight):
+        raise RuntimeError("no such instruction\nsecond line")
+
+    monkeypatch.setitem(linear._BUILDERS, "fp16", refuse)
+    with pytest.raises(ConfigError, match=r"no such instruction.*--weights fp32") as caught:
+        check_kind("fp16")
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert best_kind()[0] == "fp32"
+
+
+def test_the_best_kind_runs_here():
+    kind, reason = best_kind()
+    check_kind(kind)
+    assert reason
+    if platform.machine() in ("x86_64", "AMD64"):
+        assert kind != "int8", "never chosen unasked: it is a coarser target"

@@ -1,0 +1,65 @@
+"""Functions by rows: same values, and rows that do not depend on their company or on threads."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dspark.nn.linear import ExactMode
+from dspark.nn.row_exact import RowActivation, RowByRow, by_rows
+
+
+@pytest.fixture
+def five_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    yield
+    torch.set_num_threads(before)
+
+
+def gelu_tanh(x):
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("width", [64, 1000, 1536])
+@pytest.mark.parametrize("function", [F.silu, gelu_tanh, torch.sigmoid])
+def test_rows_are_exact(five_threads, function, width):
+    x = 3 * torch.randn(100, width, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([by_rows(function, row[None]) for row in x])
+    for count in (2, 3, 7, 21, 22, 43, 100):
+        assert torch.equal(by_rows(function, x[:count]), alone[:count])
+    torch.testing.assert_close(alone, function(x))
+
+
+def test_several_tensors_are_cut_alike():
+    a, b = torch.randn(700, 3, 64), torch.randn(700, 1, 64)
+    assert torch.equal(by_rows(torch.mul, a, b), a * b)
+
+
+def test_an_activation_is_the_same_function():
+    mode = ExactMode(on=True)
+    layer, x = RowActivation(nn.SiLU(), mode), torch.randn(1, 600, 64)
+    torch.testing.assert_close(layer(x), F.silu(x))
+    mode.on = False
+    assert torch.equal(layer(x), F.silu(x))
+
+
+class Block(nn.Module):
+    def __init__(self, scores):
+        super().__init__()
+        self.scores, self.calls = scores, []
+
+    def forward(self, x):
+        self.calls.append(x.shape[1])
+        return (x * 2, x.sum()) if self.scores else x * 2
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_row_by_row(scores):
+    mode, block = ExactMode(on=True), Block(scores)
+    layer, x = RowByRow(block, mode), torch.randn(1, 3, 8)
+    hidden = layer(x)[0] if scores else layer(x)
+    assert torch.equal(hidden, x * 2) and block.calls == [1, 1, 1]
+    mode.on = False
+    layer(x)
+    assert block.calls[3:] == [3]
