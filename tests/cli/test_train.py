@@ -26,9 +26,10 @@ def test_prompts_to_bundle_to_text(tmp_path: Path, capsys: pytest.CaptureFixture
         "--steps", "3", "--layers", "1", "--block-size", "3", "--markov-rank", "4",
         "--max-new-tokens", "8", "--json",
     ]  # fmt: skip
-    # A target of two layers has no room for five taps.
+    # A target of two layers has no room for five taps, which is told before it writes responses.
     assert dspark(*command) == 2
     assert "--taps" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
     command += ["--taps", "1"]
     assert dspark(*command) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -52,7 +53,19 @@ def test_too_few_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     prompts = write_prompts(tmp_path / "math.jsonl", ["What is 1 plus 1?"])
     args = ["--target", target, "--weights", "fp32", "--prompts", str(prompts)]
     args += ["--output", str(tmp_path / "bundle"), "--run", str(tmp_path / "run")]
-    code = dspark("train", *args, "--taps", "1", "--max-new-tokens", "4", "--steps", "1")
-    assert code == 2
+    args += ["--max-new-tokens", "4", "--steps", "1", "--taps", "1"]
+    assert dspark("train", *args, "--layers", "3") == 2
+    assert "cannot start from 2 layers" in capsys.readouterr().err
+    assert dspark("train", *args, "--layers", "3", "--from-noise") == 2
     assert "both are needed" in capsys.readouterr().err
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_wrong_output_is_told_before_anything_is_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "math.jsonl", ["What is 1 plus 1?"])
+    args = ["--target", "no-such-target", "--prompts", str(prompts), "--output", str(tmp_path)]
+    assert dspark("train", *args, "--run", str(tmp_path / "run")) == 2
+    assert "it holds math.jsonl, which no bundle has" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

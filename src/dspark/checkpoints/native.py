@@ -60,7 +60,7 @@ def write_bundle(
     if draft_token_ids is not None:
         _check_draft_tokens(f"cannot write {folder}", draft_token_ids, config)
     info = replace(info, draft_vocabulary=None if draft_token_ids is None else len(draft_token_ids))
-    _check_replaceable(folder)
+    check_replaceable(folder)
 
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in stored.values()}
     keys = to_deepspec(config, dtypes.pop() if len(dtypes) == 1 else "float32")
@@ -154,7 +154,8 @@ def _check_draft_tokens(where: object, ids: Tensor, config: DSparkConfig) -> Non
         )
 
 
-def _check_replaceable(folder: Path) -> None:
+def check_replaceable(folder: Path) -> None:
+    """CheckpointError where `write_bundle` would not write: a file, or a folder of other things."""
     if not folder.exists():
         return
     if not folder.is_dir():

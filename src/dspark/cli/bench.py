@@ -18,7 +18,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Policy to measure: off or fixed:N. Repeatable. "
-            "Default: off and fixed:<block size>.",
+            "Default: off and what generate uses.",
             show_default=False,
         ),
     ] = None,
@@ -47,7 +47,7 @@ def bench(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure throughput and latency of policies, interleaved in one run."""
+    """Measure throughput and latency of policies, side by side."""
     from dspark.recipes.bench import bench as run
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress

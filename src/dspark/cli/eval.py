@@ -20,7 +20,13 @@ def evaluate(
     samples: Annotated[int, typer.Option(help="Texts per prompt, each with its own seed.")] = 1,
     target: options.Target = None,
     draft: options.Draft = None,
-    policy: options.Policy = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="How many draft tokens to verify: off or fixed:N. Default: the whole block.",
+            show_default=False,
+        ),
+    ] = None,
     verification: Annotated[
         str, typer.Option(help="Verification rule: rejection or coupled.")
     ] = "rejection",
@@ -38,7 +44,7 @@ def evaluate(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure accepted length and acceptance by position on prompt files."""
+    """Measure accepted length and acceptance by position."""
     from dspark.recipes.evaluate import evaluate as run
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress

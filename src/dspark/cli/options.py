@@ -19,14 +19,16 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft bundle: a folder. Default: the shipped one, where it fits the target.",
+        help="Draft bundle: a folder. Default: the shipped one for the embedded target, "
+        "none for another.",
         show_default=False,
     ),
 ]
 Policy = Annotated[
     str | None,
     typer.Option(
-        help="How many draft tokens to verify: off or fixed:N. Default: fixed:<block size>.",
+        help="How many draft tokens to verify: off or fixed:N. Default: what the bundle says, "
+        "else its whole block.",
         show_default=False,
     ),
 ]
@@ -71,7 +73,7 @@ Split = Annotated[
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(help="The first so many prompts of each domain; all without it."),
+    typer.Option(help="Only the first so many prompts of each domain."),
 ]
 Weights = Annotated[
     str | None,
@@ -81,7 +83,7 @@ Weights = Annotated[
     ),
 ]
 Threads = Annotated[
-    int | None, typer.Option(help="CPU threads. Default: one a core.", show_default=False)
+    int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", show_default=False)
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="End with one JSON document as the last line of the output.")

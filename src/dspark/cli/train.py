@@ -14,14 +14,17 @@ from dspark.cli.output import Screen, print_note
 def train(
     prompts: Annotated[
         list[Path],
-        typer.Option(metavar="PATH", help="Prompt files or folders (jsonl). Repeatable."),
+        typer.Option(
+            metavar="PATH",
+            help='Prompt file, one {"turns": ["..."]} a line, or a folder of them. Repeatable.',
+        ),
     ],
     output: Annotated[Path, typer.Option(help="Folder of the bundle to write.")],
     run: Annotated[
         Path, typer.Option(help="Folder of the run: responses, features, resumable state.")
     ],
     target: options.Target = None,
-    steps: Annotated[int, typer.Option(help="Training steps of 256 blocks.")] = 4000,
+    steps: Annotated[int, typer.Option(help="Training steps, of 256 blocks each.")] = 4000,
     max_seconds: Annotated[
         float | None,
         typer.Option(help="Stop after this long; run again to resume.", show_default=False),
@@ -32,16 +35,35 @@ def train(
     markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head.")] = 64,
     draft_vocabulary: Annotated[
         int | None,
-        typer.Option(help="Propose only the N tokens most frequent in the responses."),
+        typer.Option(
+            help="Propose only the so many tokens most frequent in the responses. Default: any.",
+            show_default=False,
+        ),
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 6e-4,
     warm_start: Annotated[
-        Path | None, typer.Option(help="A bundle to start from.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="A bundle to start from. Default: the target's last layers.", show_default=False
+        ),
     ] = None,
+    from_noise: Annotated[
+        bool,
+        typer.Option(
+            "--from-noise",
+            help="Start from random weights: for targets whose layers no draft layer can copy.",
+        ),
+    ] = False,
     generate: Annotated[
-        bool, typer.Option("--generate/--no-generate", help="Write missing responses first.")
+        bool,
+        typer.Option(
+            "--generate/--no-generate",
+            help="Let the target write the responses that the run lacks, or use those there are.",
+        ),
     ] = True,
-    max_new_tokens: options.MaxNewTokens = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest response to train on, in tokens.")
+    ] = 256,
     seed: Annotated[int, typer.Option(help="Of anchors, order and fresh weights.")] = 42,
     weights: options.Weights = None,
     threads: options.Threads = None,
@@ -67,7 +89,7 @@ def train(
         learning_rate=learning_rate,
         max_seconds=max_seconds,
         seed=seed,
-        start="target" if warm_start is None else "bundle",
+        start="bundle" if warm_start else "noise" if from_noise else "target",
     )
     result = make_bundle(
         BundleRun(

@@ -35,8 +35,8 @@ def initialise_from_target(
     sources = binding.init_layers[-len(layers) :]
     if len(sources) < len(layers):
         raise ConfigError(
-            f"{len(layers)} draft layers cannot start from the target: "
-            f"the binding gives {len(sources)} of its layers; start from noise or ask for more"
+            f"{len(layers)} draft layers cannot start from {len(sources)} layers of the target; "
+            f"use at most {len(sources)} (--layers), or start from noise (--from-noise)"
         )
     initialise(model, generator)
     D = model.config.hidden_size
@@ -71,11 +71,13 @@ def _start_layer(layer: DraftLayer, source: dict[str, Tensor], where: str) -> No
 def _copy(parameter: Tensor, source: dict[str, Tensor], name: str, where: str) -> None:
     if name not in source:
         raise ConfigError(
-            f"{where} has no {name}; this target cannot start a drafter, start from noise"
+            f"{where} has no {name}: no drafter can start from this target's layers; "
+            f"start from noise (--from-noise)"
         )
     if source[name].shape != parameter.shape:
         raise ConfigError(
             f"{where}: {name} is {list(source[name].shape)}, ours {list(parameter.shape)}; "
-            "take the target's heads, head_dim and intermediate size, or start from noise"
+            "take the target's heads, head_dim and intermediate size, or start from noise "
+            "(--from-noise)"
         )
     parameter.copy_(source[name])

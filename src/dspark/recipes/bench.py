@@ -71,7 +71,7 @@ def bench(
     there are at least two for every place. `off` is our fastest plain path: no drafter in the
     engine and no tiles that only speculation needs.
 
-    policies: None is `off` and the drafter's whole block.
+    policies: None is `off` and what this LLM uses by default.
     Raises ConfigError for a policy that does not exist or is not lossless under the rule.
     """
     progress = progress or Progress(quiet=True)

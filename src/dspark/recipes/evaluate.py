@@ -93,15 +93,16 @@ def evaluate(
     """Generates and measures acceptance by domain; `llm.max_requests` texts at once.
 
     `sampling` needs no seed: every text's is derived from (seed, file, line, sample), so a domain's
-    numbers do not depend on what else is evaluated (as far as the rows of the target's forward do
-    not). Its rule is `rejection` unless it names another.
-    policy: None is the drafter's whole block.
+    numbers do not depend on what else is evaluated. Its rule is `rejection` if it names no other.
+    policy: None is the drafter's whole block, whatever its bundle serves with.
 
     Raises ConfigError without a drafter, unless `policy` is `off`.
     """
     progress = progress or Progress(quiet=True)
-    if llm.drafter is None and policy is None:
-        raise ConfigError("there is no drafter to evaluate; give a bundle, or use the policy off")
+    if policy is None:
+        if llm.drafter is None:
+            raise ConfigError("there is no drafter to evaluate; give a bundle, or policy off")
+        policy = f"fixed:{llm.drafter.block_size}"
     chosen = llm.resolve_policy(policy)
     jobs = make_jobs(llm, prompts, sampling, samples=samples, seed=seed, say=progress.say)
     with progress.task("texts", total=len(jobs)) as advance:

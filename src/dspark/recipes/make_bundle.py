@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from dspark.core.errors import ConfigError
+from dspark.checkpoints.native import check_replaceable
 from dspark.data.prompts import read_prompts
 from dspark.data.responses import ResponseFile
 from dspark.data.template import template_hash
 from dspark.nn.linear import WeightKind
 from dspark.recipes.progress import Progress
 from dspark.recipes.regenerate import RegenerateConfig, regenerate
-from dspark.recipes.train import TrainJob, train_drafter
+from dspark.recipes.train import TrainJob, starting_model, train_drafter
+from dspark.recipes.values import set_threads
 from dspark.targets.load import load_target
 from dspark.training.trainer import TrainResult
 
@@ -39,11 +38,12 @@ class BundleRun:
 
 
 def make_bundle(run: BundleRun, progress: Progress) -> TrainResult:
-    """Runs or resumes every stage; each is skipped as far as it is done."""
-    if run.threads is not None:
-        if run.threads < 1:
-            raise ConfigError(f"threads is {run.threads}; it must be at least 1")
-        torch.set_num_threads(run.threads)
+    """Runs or resumes every stage; each is skipped as far as it is done.
+
+    Raises subclasses of UserError; those about the drafter before the first response is written.
+    """
+    set_threads(run.threads)
+    check_replaceable(run.output)
     prompts = read_prompts(*run.prompts)
     loaded = load_target(
         run.target,
@@ -52,6 +52,7 @@ def make_bundle(run: BundleRun, progress: Progress) -> TrainResult:
         init_layers=run.job.shape.layers,
         say=progress.say,
     )
+    model = starting_model(loaded, run.job)
     responses = ResponseFile(
         run.run / "responses.jsonl",
         target=loaded.name,
@@ -62,11 +63,12 @@ def make_bundle(run: BundleRun, progress: Progress) -> TrainResult:
         regenerate(loaded, prompts, responses, run.responses, progress)
     return train_drafter(
         loaded,
+        model,
         prompts,
         responses.responses,
         run.job,
-        run.run,
-        run.output,
-        run.command,
-        progress,
+        folder=run.run,
+        bundle_folder=run.output,
+        command=run.command,
+        progress=progress,
     )

@@ -23,18 +23,10 @@ class RegenerateConfig:
     temperatures: Sequence[float] = (1.0, 0.0)
     """One response a prompt at each; the index is the sample number."""
     max_prompt_tokens: int = 768
-    """Longer prompts are left out, and counted."""
+    """Longer prompts are left out, and said."""
     max_new_tokens: int = 256
     max_requests: int = 64
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RegenerateResult:
-    written: int
-    already_there: int
-    too_long: int
-    tokens: int
 
 
 def regenerate(
@@ -45,14 +37,13 @@ def regenerate(
     progress: Progress,
     *,
     page_size: int = 1024,
-) -> RegenerateResult:
-    """Answers every (prompt, temperature) that `output` does not hold; may be stopped and run
-    again.
+) -> None:
+    """Answers every (prompt, temperature) that `output` lacks; may be stopped and run again.
 
-    Each response's seed is derived from (config.seed, file, line, sample), so it does not depend on
-    what else was in the batch or on earlier runs (as far as the rows of the target's forward do
-    not).
+    Each response's seed is derived from (config.seed, file, line, sample). So a response does not
+    depend on its batch or on earlier runs, but for the rounding of the target's forward.
     """
+    longest = min(config.max_prompt_tokens, loaded.target.max_context - config.max_new_tokens)
     engine = Engine(
         loaded.target,
         None,
@@ -67,13 +58,13 @@ def regenerate(
         ),
     )
     jobs: dict[int, tuple[Prompt, int, SamplingParams, list[int]]] = {}
-    already_there = too_long = 0
+    too_long = 0
     for prompt in prompts:
         ids = encode_prompt(loaded.tokenizer, prompt.turns[0], prompt.system).tolist()
         for sample, temperature in enumerate(config.temperatures):
             if (prompt.file, prompt.line, sample) in output:
-                already_there += 1
-            elif len(ids) > config.max_prompt_tokens:
+                continue
+            if len(ids) > longest:
                 too_long += 1
             else:
                 params = SamplingParams(
@@ -84,8 +75,10 @@ def regenerate(
                 )
                 jobs[engine.add(ids, params)] = (prompt, sample, params, ids)
 
+    if too_long:
+        progress.say(f"{too_long} responses to prompts of more than {longest} tokens are left out")
     texts: dict[int, list[int]] = {request: [] for request in jobs}
-    written = tokens = 0
+    tokens = 0
     with progress.task("responses", total=len(jobs)) as advance:
         while not engine.idle:
             finished: list[Response] = []
@@ -97,9 +90,8 @@ def regenerate(
                         _response(jobs[event.request], texts.pop(event.request), event.finished)
                     )
             engine.records.clear()
-            written += output.append(finished)
+            output.append(finished)
             advance(len(finished), f"{tokens:,} tokens")
-    return RegenerateResult(written, already_there, too_long, tokens)
 
 
 def _response(

@@ -1,6 +1,6 @@
 """From responses to a draft bundle: features, training, card."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from dspark.drafters.init import initialise, initialise_from_target
 from dspark.nn.seams import Binding
 from dspark.recipes.card import model_card
 from dspark.recipes.features import FeatureExtractor
-from dspark.recipes.progress import Progress
+from dspark.recipes.progress import Advance, Progress
 from dspark.targets.load import LoadedTarget
 from dspark.training.config import TrainConfig
 from dspark.training.features import FeatureStore
@@ -92,9 +92,11 @@ def tap_layers(layers: int, count: int) -> tuple[int, ...]:
 
 def train_drafter(
     loaded: LoadedTarget,
+    model: DSparkModel,
     prompts: Sequence[Prompt],
     responses: Sequence[Response],
     job: TrainJob,
+    *,
     folder: Path,
     bundle_folder: Path,
     command: str,
@@ -102,43 +104,17 @@ def train_drafter(
 ) -> TrainResult:
     """Trains on the responses to training prompts, validates on the others, writes the bundle.
 
-    `folder` holds the run (features, resumable state, metrics); running again resumes it. The
-    bundle is written whenever this returns, finished or stopped by `max_seconds`.
+    `model` is where a fresh run starts (`starting_model`). `folder` holds the run (features,
+    resumable state, metrics); running again resumes it. The bundle is written whenever this
+    returns, finished or stopped by `max_seconds`.
+
+    Raises DataError for responses without their prompts, and where the split leaves one side empty.
     """
-    held_out_keys = {(p.file, p.line) for p in prompts if p.is_validation}
-    known = {(p.file, p.line) for p in prompts}
-    for response in responses:
-        if (response.file, response.line) not in known:
-            raise DataError(
-                f"the response to {response.file}, line {response.line} has no prompt in the given "
-                f"files; "
-                f"give the prompts it was written for"
-            )
-    train = [r for r in responses if (r.file, r.line) not in held_out_keys]
-    held_out = [r for r in responses if (r.file, r.line) in held_out_keys]
+    train, held_out = _split(prompts, responses)
     held_out = held_out[: job.validation_responses]
-    if not train or not held_out:
-        raise DataError(
-            f"{len(train)} training and {len(held_out)} validation responses; both are needed: "
-            f"generate more with `dspark data regenerate`"
-        )
-
-    model, config = _starting_model(loaded, job)
-    store = FeatureStore(
-        folder / "features",
-        target=f"{loaded.name} {loaded.binding.embedding_hash} {loaded.weights}",
-        tap_layers=config.target_layer_ids,
-        hidden_size=config.hidden_size,
-    )
-    used = [*train, *held_out]
-    with progress.task("features", total=sum(len(r.token_ids) for r in used)) as advance:
-        store.fill(
-            [r.token_ids for r in used],
-            FeatureExtractor(loaded.target, config.target_layer_ids),
-            progress=lambda tokens: advance(tokens, "tokens"),
-        )
-
+    store = _feature_store([*train, *held_out], loaded, model.config, folder, progress)
     with progress.task("training", total=job.train.steps) as advance:
+        report = _reporter(advance)
         trainer = Trainer(
             model,
             loaded.binding,
@@ -147,12 +123,11 @@ def train_drafter(
             [_sequence(r) for r in held_out],
             job.train,
             folder,
-            report=_reporter(advance),
+            report=report,
         )
-        advance(trainer.step, "")
+        report({"step": trainer.step})  # a resumed run starts its bar there
         result = trainer.run()
 
-    tokens = sum(len(r.response_ids) for r in train)
     summary = {
         "command": command,
         "steps": result.steps,
@@ -160,14 +135,13 @@ def train_drafter(
         "seconds": round(result.seconds),
         "finished": result.finished,
         "responses": len(train),
-        "response_tokens": tokens,
+        "response_tokens": sum(len(r.response_ids) for r in train),
         "prompt_files": sorted({r.file for r in train}),
         "validation": result.validation,
     }
-    draft_ids = _frequent_tokens(train, job.shape.draft_vocabulary, loaded)
     write_bundle(
         bundle_folder,
-        config=config,
+        config=model.config,
         info=BundleInfo(
             target=loaded.name,
             embedding_hash=loaded.binding.embedding_hash,
@@ -176,40 +150,95 @@ def train_drafter(
             training=summary,
         ),
         tensors=model.state_dict(),
-        card=model_card(loaded.name, config, summary),
+        card=model_card(loaded.name, model.config, summary),
         dtype=torch.float16,
-        draft_token_ids=draft_ids,
+        draft_token_ids=_frequent_tokens(train, job.shape.draft_vocabulary, loaded),
     )
     return result
 
 
-def _starting_model(loaded: LoadedTarget, job: TrainJob) -> tuple[DSparkModel, DSparkConfig]:
+def starting_model(loaded: LoadedTarget, job: TrainJob) -> DSparkModel:
+    """The weights a fresh run starts from: a bundle's, the target's last layers, or noise.
+
+    Raises CheckpointError for a bundle that does not fit, ConfigError for an impossible shape.
+    """
     if job.warm_start is not None:
         bundle = read_bundle(job.warm_start)
         check_fit(bundle, loaded.binding)
-        return bundle.model(), bundle.config
-    config = draft_config(loaded.target.config, loaded.binding, job.shape)
-    model = DSparkModel(config)
+        return bundle.model()
+    model = DSparkModel(draft_config(loaded.target.config, loaded.binding, job.shape))
     generator = torch.Generator().manual_seed(job.train.seed)
     initialise(model, generator)
     if job.train.start == "target":
         initialise_from_target(model, loaded.binding, generator)
-    return model, config
+    return model
+
+
+def _split(
+    prompts: Sequence[Prompt], responses: Sequence[Response]
+) -> tuple[list[Response], list[Response]]:
+    """Responses to training prompts, and to validation prompts."""
+    held_out_by_place = {(p.file, p.line): p.is_validation for p in prompts}
+    sides: tuple[list[Response], list[Response]] = ([], [])
+    for response in responses:
+        held_out = held_out_by_place.get((response.file, response.line))
+        if held_out is None:
+            raise DataError(
+                f"the response to {response.file}, line {response.line} has no prompt in the given "
+                f"files; give the prompts it was written for"
+            )
+        sides[held_out].append(response)
+    if not all(sides):
+        raise DataError(
+            f"{len(sides[0])} training and {len(sides[1])} validation responses; both are needed: "
+            f"give more prompts (one in ten is validation), without --no-generate"
+        )
+    return sides
+
+
+def _feature_store(
+    responses: Sequence[Response],
+    loaded: LoadedTarget,
+    config: DSparkConfig,
+    folder: Path,
+    progress: Progress,
+) -> FeatureStore:
+    """The run's feature store, with the features of all these responses."""
+    store = FeatureStore(
+        folder / "features",
+        target=f"{loaded.name} {loaded.binding.embedding_hash} {loaded.weights}",
+        tap_layers=config.target_layer_ids,
+        hidden_size=config.hidden_size,
+    )
+    missing = [r.token_ids for r in responses if r.token_ids not in store]
+    with progress.task("features", total=sum(map(len, missing))) as advance:
+        store.fill(
+            missing,
+            FeatureExtractor(loaded.target, config.target_layer_ids),
+            progress=lambda tokens: advance(tokens, "tokens"),
+        )
+    return store
 
 
 def _sequence(response: Response) -> TrainingSequence:
     return TrainingSequence(response.token_ids, response.supervised)
 
 
-def _reporter(advance: Any) -> Any:
+def _reporter(advance: Advance) -> Callable[[Metrics], None]:
+    """Moves the bar to the step of a line of metrics, and says what the line holds."""
     seen = 0
 
     def report(metrics: Metrics) -> None:
         nonlocal seen
-        loss, step = metrics.get("loss"), metrics["step"]
-        length = (metrics.get("validation") or metrics).get("accepted_length")
-        done, seen = step - seen, step
-        advance(max(0, done), f"loss {loss:.3f}, accepted length {length:.2f}" if loss else "")
+        note = ""
+        if "validation" in metrics:
+            length = metrics["validation"]["accepted_length"]
+            note = f"accepted length {length:.2f} on held-out responses"
+        elif "loss" in metrics:
+            length = metrics["accepted_length"]
+            note = f"loss {metrics['loss']:.3f}, accepted length {length:.2f}"
+        done, seen = metrics["step"] - seen, metrics["step"]
+        advance(done, note)
 
     return report
 

@@ -112,6 +112,7 @@ def read_model(
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             )
         model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -175,7 +176,7 @@ def _last_layers(decoder: Any, count: int) -> tuple[dict[str, Tensor], ...]:
     """Weights of the last decoder layers; the last one also holds the final norm, "norm.weight"."""
     layers = [
         {key: value.detach().float().clone() for key, value in layer.state_dict().items()}
-        for layer in decoder.layers[len(decoder.layers) - count :]
+        for layer in decoder.layers[max(0, len(decoder.layers) - count) :]
     ]
     if layers and hasattr(decoder, "norm"):
         layers[-1]["norm.weight"] = decoder.norm.weight.detach().float().clone()
