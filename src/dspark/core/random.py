@@ -37,8 +37,7 @@ class RequestRandom:
     choice: int = 0
 
     def coupled_exponentials(self, position: int, vocab_size: int) -> FloatArray:
-        """Unit exponentials [V], one a token id, of the `position`-th generated token (0 is
-        prefill's)."""
+        """Unit exponentials [V], one a token id, of generated token `position` (0: prefill's)."""
         return _exponential(self._generator(_COUPLED, position).random(vocab_size))
 
     def round_exponentials(self, round_number: int, slots: int, count: int) -> FloatArray:
@@ -65,7 +64,6 @@ def _exponential(uniforms: FloatArray) -> FloatArray:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) from parts such as (--seed, file, line, sample); stable across
-    machines."""
+    """A seed in [0, 2^63) from parts such as (--seed, file, line, sample), on any machine."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

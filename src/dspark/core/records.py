@@ -1,7 +1,6 @@
 """What one serving step leaves behind: the only source of every serving statistic.
 
-`engine` writes these records; evaluation, reports and (later) the simulator and the dashboard read
-them.
+`engine` writes these records; whatever measures or shows something reads them.
 """
 
 from dataclasses import dataclass, field
@@ -29,13 +28,11 @@ class RoundRecord:
     accepted: int
     """Accepted draft tokens, cut at the end of the text."""
     emitted: int
-    """Tokens that reached the output: accepted + 1, without the + 1 when the text ended inside the
-    run."""
+    """Tokens that reached the output: accepted + 1, or accepted when the text ended inside."""
     ended: bool
     """The text ended in this round (EOS, stop token or length)."""
     confidence: tuple[float, ...] = ()
-    """Raw confidence logits per position, as the drafter gave them; empty without a confidence
-    head."""
+    """Raw confidence logits per position; empty without a confidence head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

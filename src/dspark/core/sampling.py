@@ -12,8 +12,10 @@ RULES: tuple[VerificationRule, ...] = ("rejection", "coupled")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Defaults follow the field (vLLM): plain sampling at temperature
-    1."""
+    """How one request is sampled. By default plainly, at temperature 1, as in vLLM.
+
+    Raises ConfigError, naming the parameter and its range, for a value outside it.
+    """
 
     temperature: float = 1.0
     """0 is greedy decoding: a one-hot distribution on the most likely token."""

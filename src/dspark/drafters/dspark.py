@@ -29,8 +29,7 @@ class DSparkModel(Backbone):
         )
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Raw confidence logits [...] of hidden states [..., D] whose slots follow tokens
-        `previous` [...]."""
+        """Raw confidence logits [...] of hidden states [..., D], after tokens `previous` [...]."""
         assert self.confidence_head is not None, "no confidence head"
         embedded = None
         if self.config.has_markov_confidence:

@@ -14,8 +14,7 @@ from dspark.nn.seams import DraftBlock, RaggedBatch
 class StepBatch:
     ragged: RaggedBatch
     logit_rows_M: Tensor
-    """Rows that are sampled from: all rows of decoding requests, the last row of finished
-    prompts."""
+    """Rows that are sampled from: all of decoding requests, the last of a prompt that ends."""
     row_params: tuple[int, ...]
     """For each of the M rows: index into `sampled`."""
     sampled: tuple[RequestState, ...]
@@ -35,8 +34,10 @@ def build_batch(
     chunk_tokens: int,
     row_exact: bool,
 ) -> StepBatch:
-    """Each decoding request brings its anchor and `admitted` draft tokens, each prompt its next
-    chunk."""
+    """A decoding request brings its anchor and `admitted` draft tokens, a prompt its next chunk.
+
+    `draft` has a row for each of `decoding`, `admitted` a count; `row_exact` is `EngineConfig`'s.
+    """
     drafted = draft.tokens_RK.tolist() if draft is not None else []
     runs: list[tuple[RequestState, list[int]]] = []
     for r, state in enumerate(decoding):

@@ -1,5 +1,4 @@
-"""The serving engine: one step is draft, schedule, batch, verify, commit, record (DESIGN section
-4)."""
+"""The serving engine. One step is: draft, schedule, batch, verify, commit, record."""
 
 import logging
 import secrets
@@ -92,8 +91,7 @@ class Engine:
         if len(prompt) + params.max_new_tokens > limit:
             raise PromptError(
                 f"the prompt has {len(prompt)} tokens and max_new_tokens is "
-                f"{params.max_new_tokens}; "
-                f"together they must fit the context of {limit} tokens"
+                f"{params.max_new_tokens}; together they must fit the context of {limit} tokens"
             )
         if not all(0 <= token < self.target.vocab_size for token in prompt):
             raise PromptError(f"prompt token ids must be in [0, {self.target.vocab_size})")
@@ -164,8 +162,7 @@ class Engine:
         return events
 
     def _draft(self, decoding: list[RequestState], wanted: np.ndarray) -> DraftBlock | None:
-        """Blocks for the requests that want one; None when none does. Rows are the decoding
-        requests."""
+        """Blocks of the decoding requests that want one, a row a request; None when none does."""
         chosen = np.flatnonzero(wanted)
         if self.drafter is None or self.draft_store is None or len(chosen) == 0:
             return None

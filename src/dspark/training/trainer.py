@@ -68,8 +68,8 @@ class Trainer:
     ) -> None:
         """Starts the run, or resumes it if the folder holds its state.
 
-        `report` gets every line of metrics. DataError or ConfigError if the folder's run is another
-        one.
+        `report` gets every line of metrics. Raises DataError or ConfigError where the folder holds
+        another run.
         """
         self.model, self.binding, self.store, self.config = model, binding, store, config
         self.sequences, self.held_out = sequences, held_out
