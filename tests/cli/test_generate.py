@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from dspark.cli.generate import _show
 from dspark.cli.main import COMMANDS, build_app, run
+from dspark.recipes.llm import StreamPiece
 from tests.recipes.tiny import write_all
 
 
@@ -48,6 +50,34 @@ def test_compare(folder: Path, capsys: pytest.CaptureFixture[str], temperature: 
     assert "the tokens are identical" in captured.err
     # What was streamed is what the document says.
     assert captured.out.startswith(result["text"].split("\n")[0])
+
+
+def test_nothing_to_time_in_a_text_of_one_token(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(folder, "Hello", "--compare", "--json", "--max-new-tokens", "1") == 0
+    result = document(capsys.readouterr().out)
+    assert result["output_tokens"] == 1
+    assert result["identical"] is True
+    assert result["speedup"] is result["tokens_per_second"] is result["accepted_length"] is None
+
+
+def test_every_token_has_its_own_colour() -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, str]] = []
+
+        def token(self, text: str, fate: str) -> None:
+            self.seen.append((text, fate))
+
+        def end_line(self) -> None:
+            self.seen.append(("", "end"))
+
+    screen = Recorder()
+    piece = StreamPiece(0, (5, 6, 7), ("a", "b", "c"), ("accepted", "accepted", "bonus"), "length")
+    _show(piece, screen)  # type: ignore[arg-type]
+    assert screen.seen == [("a", "accepted"), ("b", "accepted"), ("c", "bonus"), ("", "end")]
+    assert piece.text == "abc"
 
 
 def test_the_same_seed_gives_the_same_text(
