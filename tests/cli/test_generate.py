@@ -155,8 +155,8 @@ def test_ctrl_c_keeps_the_partial_text(folder: Path, tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
-    ) as process:
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, bufsize=0
+    ) as process:  # unbuffered: `communicate` would not see what `read` took and kept
         assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
