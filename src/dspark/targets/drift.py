@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,12 @@ from torch import Tensor
 from dspark.nn.attention import KEY_TILE
 from dspark.nn.kv_cache import KVStore, PagePool
 from dspark.nn.seams import RaggedBatch, Target
+
+_PASSAGE = """The harbour was quiet before sunrise. Two engineers walked along the pier and counted
+the boats: 3 + 4 = 7, and one more behind the crane. "Could you write a short program," she asked,
+"that prints every even number below twenty?" He opened his notebook and wrote: for n in range(0,
+20, 2): print(n). Later they drank coffee, argued about the tides, and agreed that the moon explains
+most of it."""
 
 ReferenceLogits = Callable[[Tensor], Tensor]
 """int64 tokens [T] -> float32 logits [T, V] of the unpacked model."""
@@ -30,6 +37,12 @@ class Drift:
             f"largest logit difference {self.largest_logit_difference:.3g}, "
             f"greedy agreement {self.greedy_agreement:.1%} over {self.positions} positions"
         )
+
+
+def sample_tokens(tokenizer: Any, vocab_size: int, count: int = 96) -> list[int]:
+    """The first tokens of a passage of prose, arithmetic and code, to compare models on."""
+    tokens = [int(token) for token in tokenizer(_PASSAGE)["input_ids"]]
+    return [token for token in tokens if token < vocab_size][:count]
 
 
 def measure_drift(

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from dspark.core.errors import MissingExtraError, TargetError
 from dspark.nn.linear import WeightKind, best_kind, check_kind
 from dspark.nn.seams import Binding
+from dspark.targets.drift import measure_drift, sample_tokens
 from dspark.targets.embedded import NAME as EMBEDDED_NAME
 from dspark.targets.embedded import embedded_gguf
 from dspark.targets.hf import HFTarget
@@ -73,9 +74,13 @@ def load_target(
         weights, reason = best_kind()
         say(f"weights: {weights} ({reason})")
     check_kind(weights)
+    sample = sample_tokens(tokenizer, binding.vocab_size)
+    with torch.inference_mode():
+        reference_TV = model(torch.tensor([sample]), use_cache=False).logits[0].float()
     packed = pack_model(model, weights)
     target = HFTarget(model, mode=packed.mode, fast=packed.fast)
     check_runs(target, type(model).__name__)
+    say(f"packed against float32: {measure_drift(lambda _: reference_TV, target, [sample])}")
     if not target.row_exact:
         say(f"no row-exact kernels for {weights} on this machine: tokens may depend on the batch")
     return LoadedTarget(target, binding, tokenizer, name, weights)
@@ -112,7 +117,7 @@ def read_model(
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
+                ignore_mismatched_sizes=True,  # refused below, by name
             )
         model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
