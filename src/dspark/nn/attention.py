@@ -3,7 +3,8 @@
 `AttentionPlan` is built once a step and shared by all layers: which rows attend to which keys, the
 masks, and the groups of requests that one kernel call can serve. `ragged_attention` is the
 production form (torch's fused kernel); `plain_attention` spells the same thing out, is its slow
-twin in tests, and serves the layers that the fused kernel cannot (score softcap, attention sinks).
+twin in tests, and serves the layers that the fused kernel cannot (score softcap, attention sinks,
+values narrower than keys).
 
 Exactness (law 5): the fused CPU kernel walks keys in tiles of 512. With keys padded to whole tiles
 (masked), and query rows to a multiple that `measure_query_tile` found on the running machine, a
@@ -197,11 +198,22 @@ def plain_attention(
     return torch.cat(pieces).to(query_NHD.dtype)
 
 
+def fused_serves(shape: KVShape, layer: int) -> bool:
+    """Whether torch runs its fused kernel for this layer. Where a value is narrower than a key
+    (latent attention) it multiplies whole matrices instead, and those cut their sums elsewhere when
+    there are more keys."""
+    return shape.key_dims[layer] == shape.value_dims[layer]
+
+
 def attention_is_exact(shape: KVShape, dtype: torch.dtype, *, fused: bool) -> bool:
     """Whether exact mode holds on this machine, for the layers of one model; `fused` or plain."""
-    kernel = _fused if fused else _plain
-    layers = set(zip(shape.heads, shape.key_dims, shape.value_dims, strict=True))
-    return all(measure_query_tile(kernel, *layer, dtype) is not None for layer in layers)
+    layers = {
+        (_fused if fused and fused_serves(shape, layer) else _plain, *dims)
+        for layer, dims in enumerate(
+            zip(shape.heads, shape.key_dims, shape.value_dims, strict=True)
+        )
+    }
+    return all(measure_query_tile(*layer, dtype) is not None for layer in layers)
 
 
 def _tile(kernel: AttentionKernel, store: KVStore, layer: int) -> int:

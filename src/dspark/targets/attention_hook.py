@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from dspark.nn.attention import AttentionPlan, plain_attention, ragged_attention
+from dspark.nn.attention import AttentionPlan, fused_serves, plain_attention, ragged_attention
 from dspark.nn.kv_cache import KVStore
 
 ATTENTION_NAME = "dspark_ragged"
@@ -46,7 +46,7 @@ def step_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     store.write(layer, plan.batch.slots_N, key[0].transpose(0, 1), value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)
-    if softcap is None and s_aux is None:
+    if softcap is None and s_aux is None and fused_serves(store.shape, layer):
         out = ragged_attention(rows, plan, store, layer, scale=scale, window=sliding_window)
     else:
         out = plain_attention(
