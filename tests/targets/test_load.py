@@ -54,7 +54,7 @@ def test_a_folder(loaded_target, target_folder):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     assert loaded_target.name == "tiny-llama"
     assert loaded_target.target.eos_token_ids == (2,)
-    assert loaded_target.binding.mask_token_id == 3
+    assert loaded_target.binding.mask_token_id == 259
     assert loaded_target.binding.chat_template_hash == template_hash(loaded_target.tokenizer)
     assert loaded_target.weights == "fp32"
 

@@ -1,0 +1,89 @@
+"""Law 5 in the engine: a `coupled` request's tokens depend on its prompt and seed alone."""
+
+import random
+
+import pytest
+
+from dspark.core.sampling import SamplingParams
+from tests.engine.setup import BLOCK, PROMPTS, collect, engine_of, run
+
+SAMPLING = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 0.9, "min_p": 0.05},
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "min_p": 0.01},
+]
+PARAMS = [
+    SamplingParams(seed=100 + index, max_new_tokens=10 + index, ignore_eos=True, **own)
+    for index, own in enumerate(SAMPLING)
+]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return [run([p], [own]).tokens[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "config"),
+    [
+        (None, {}),
+        (None, {"chunk_tokens": 9, "page_size": 2}),
+        (("untrained", BLOCK), {}),
+        (("untrained", 1), {"chunk_tokens": 16, "page_size": 5}),
+        (("teacher", BLOCK), {}),
+        (("teacher", 2), {"max_requests": 3}),
+        (("teacher", 3), {"chunk_tokens": 4, "max_requests": 5, "page_size": 1}),
+        (("random", BLOCK), {"page_size": 16, "cache_tokens": 128}),  # too few pages for all
+    ],
+)
+def test_same_seed_same_tokens(alone, policy, config):
+    order = list(range(len(PROMPTS)))
+    random.Random(str((policy, config))).shuffle(order)
+    result = run([PROMPTS[i] for i in order], [PARAMS[i] for i in order], policy, **config)
+    for index, tokens in zip(order, result.tokens, strict=True):
+        assert tokens == alone[index], index
+
+
+def test_a_late_arrival(alone):
+    engine = engine_of(("teacher", BLOCK))
+    ids = [engine.add(PROMPTS[i], PARAMS[i]) for i in (5, 2)]
+    early = {i: [] for i in ids}
+    for _ in range(3):
+        for event in engine.step():
+            early[event.request] += event.tokens
+    ids.append(engine.add(PROMPTS[4], PARAMS[4]))
+    rest = collect(engine, ids)
+    got = [[*early.get(i, []), *tokens] for i, tokens in zip(ids, rest.tokens, strict=True)]
+    assert got == [alone[5], alone[2], alone[4]]
+
+
+def test_speculation_accepts_something_here(alone):
+    """Or the comparisons above would say nothing about accepted tokens."""
+    result = run(PROMPTS, PARAMS, ("teacher", BLOCK))
+    assert sum(fates.count("accepted") for fates in result.fates) > 15
+    assert result.tokens == alone
+
+
+def test_other_seeds_and_choices_give_other_tokens(alone):
+    engine = engine_of()
+    params = SamplingParams(seed=100, max_new_tokens=10, ignore_eos=True)
+    other = SamplingParams(seed=101, max_new_tokens=10, ignore_eos=True)
+    ids = [
+        engine.add(PROMPTS[0], params),
+        engine.add(PROMPTS[0], params, choice=1),
+        engine.add(PROMPTS[0], other),
+    ]
+    same, choice, seed = collect(engine, ids).tokens
+    assert same == alone[0]
+    assert len({tuple(same), tuple(choice), tuple(seed)}) == 3
+
+
+def test_a_drawn_seed_repeats_a_run():
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    runs = [run([PROMPTS[2]], params, ("teacher", 3), seeds=[s]).tokens for s in (5, 5, 6)]
+    assert runs[0] == runs[1] != runs[2]
+    fresh = [run([PROMPTS[2]], params).tokens for _ in range(2)]
+    assert fresh[0] != fresh[1], "two drawn seeds of 63 bits were equal"
