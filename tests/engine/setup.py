@@ -120,17 +120,14 @@ def collect(engine, ids):
         finished[event.request].append(event.finished)
     for reasons in finished.values():
         assert all(reason is None for reason in reasons[:-1])
-    rounds = {i: [] for i in ids}
-    for step in engine.records:
-        for record in step.rounds:
-            rounds[record.request].append(record)
+    records = [record for step in engine.records for record in step.rounds]
     engine.pool.check_integrity([])
     return Run(
         engine,
         [tokens[i] for i in ids],
         [fates[i] for i in ids],
-        [finished[i][-1] for i in ids],
-        [rounds[i] for i in ids],
+        [finished[i][-1] if finished[i] else None for i in ids],
+        [[record for record in records if record.request == i] for i in ids],
     )
 
 
