@@ -1,6 +1,7 @@
 """The Python API: a target and a drafter joined, generating."""
 
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from dspark.core.sampling import SamplingParams
 from dspark.data.template import encode_prompt, template_hash
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
+from dspark.engine.request import TokenEvent
 from dspark.nn.linear import WeightKind
 from dspark.nn.seams import Drafter
 from dspark.recipes.bundles import SHIPPED, make_drafter, shipped_bundle
@@ -239,19 +241,28 @@ class Generation:
         self._finished: list[FinishReason | None] = [None] * count
         self._texts = [TextStream(self._tokenizer) for _ in range(count)]
         self._text: list[str] = [""] * count
+        self._pieces: deque[StreamPiece] = deque()
 
     def __iter__(self) -> Iterator[StreamPiece]:
-        for event in self.engine.run():
-            index = event.request  # ids of a fresh engine count from 0, in order
-            self._tokens[index] += event.tokens
-            self._fates[index] += event.fates
-            self._finished[index] = event.finished
-            texts = [self._texts[index].push((token,)) for token in event.tokens]
-            if event.finished is not None:
-                texts[-1] += self._texts[index].finish()
-            piece = StreamPiece(index, event.tokens, tuple(texts), event.fates, event.finished)
-            self._text[index] += piece.text
-            yield piece
+        while self._pieces or not self.engine.idle:
+            if not self._pieces:
+                # A step's tokens are kept before any is handed out: whoever leaves in the middle
+                # of a step loses none, and may go on later.
+                self._pieces.extend([self._keep(event) for event in self.engine.step()])
+            while self._pieces:
+                yield self._pieces.popleft()
+
+    def _keep(self, event: TokenEvent) -> StreamPiece:
+        index = event.request  # ids of a fresh engine count from 0, in order
+        self._tokens[index] += event.tokens
+        self._fates[index] += event.fates
+        self._finished[index] = event.finished
+        texts = [self._texts[index].push((token,)) for token in event.tokens]
+        if event.finished is not None:
+            texts[-1] += self._texts[index].finish()
+        piece = StreamPiece(index, event.tokens, tuple(texts), event.fates, event.finished)
+        self._text[index] += piece.text
+        return piece
 
     @property
     def records(self) -> list[StepRecord]:

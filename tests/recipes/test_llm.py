@@ -1,0 +1,183 @@
+"""The Python API over a tiny model folder with its tokenizer."""
+
+import pytest
+
+from dspark.core.errors import CheckpointError, ConfigError, PromptError, TargetError
+from dspark.core.sampling import SamplingParams
+from dspark.recipes.llm import LLM
+
+PROMPTS = ["Hello there", "A much longer prompt, with more words in it.", "é"]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(target_folder, bundle_folder):
+    return LLM(str(target_folder), draft=bundle_folder, weights="fp32")
+
+
+@pytest.fixture(scope="module")
+def plain(target_folder):
+    return LLM(str(target_folder), draft=None, weights="fp32")
+
+
+def test_generate(llm, plain, tokenizer):
+    outputs = llm.generate(PROMPTS, GREEDY)
+    for prompt, output, other in zip(
+        PROMPTS, outputs, plain.generate(PROMPTS, GREEDY), strict=True
+    ):
+        assert list(output.prompt_token_ids) == tokenizer(prompt)["input_ids"]
+        assert output.token_ids == other.token_ids and output.text == other.text
+        assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        assert len(output.fates) == len(output.token_ids) == 20
+        assert output.finish_reason == "length"
+        assert output.accepted_length == pytest.approx(19 / output.rounds)
+        assert 1.0 <= output.accepted_length <= 1 + llm.drafter.block_size
+        assert other.accepted_length == 1.0 and other.rounds == 19
+
+
+def test_one_prompt_many_forms(llm, tokenizer):
+    ids = tokenizer(PROMPTS[0])["input_ids"]
+    forms = [llm.generate(form, GREEDY)[0] for form in (PROMPTS[0], ids, [ids], [PROMPTS[0]])]
+    assert len({form.token_ids for form in forms}) == 1
+    assert llm.generate([], GREEDY) == []
+
+
+def test_chat_goes_through_the_template(llm, tokenizer):
+    (output,) = llm.chat(PROMPTS[0], GREEDY)
+    expected = tokenizer("<user>Hello there<assistant>")["input_ids"]
+    assert list(output.prompt_token_ids) == expected
+    (output,) = llm.chat([PROMPTS[0]], GREEDY, system="Be brief.")
+    expected = tokenizer("<system>Be brief.<user>Hello there<assistant>")["input_ids"]
+    assert list(output.prompt_token_ids) == expected
+
+
+def test_a_stream_adds_up(llm):
+    run = llm.stream(PROMPTS, GREEDY)
+    texts, tokens, ends = [""] * 3, [[], [], []], [[], [], []]
+    for piece in run:
+        texts[piece.index] += piece.text
+        tokens[piece.index] += piece.token_ids
+        ends[piece.index].append(piece.finish_reason)
+        assert len(piece.fates) == len(piece.token_ids)
+    chat = llm.chat(PROMPTS, GREEDY)
+    assert texts == [output.text for output in chat] == [output.text for output in run.outputs()]
+    assert tokens == [list(output.token_ids) for output in chat]
+    for reasons in ends:
+        assert reasons[-1] == "length" and set(reasons[:-1]) <= {None}
+
+
+def test_an_interrupted_stream_keeps_what_came_and_can_go_on(llm):
+    run = llm.stream(PROMPTS, GREEDY)
+    for count, _piece in enumerate(run):
+        if count == 7:
+            break
+    partial = run.outputs()
+    whole = llm.chat(PROMPTS, GREEDY)
+    for some, all_of_it in zip(partial, whole, strict=True):
+        assert 0 < len(some.token_ids) < 20
+        assert some.finish_reason is None
+        assert all_of_it.token_ids[: len(some.token_ids)] == some.token_ids
+        assert all_of_it.text.startswith(some.text)
+    for _ in run:
+        pass
+    # Nothing is lost: not even the other requests' events of the step that was left.
+    assert [output.token_ids for output in run.outputs()] == [o.token_ids for o in whole]
+    assert [output.text for output in run.outputs()] == [o.text for o in whole]
+
+
+def test_an_exception_in_a_step_keeps_what_came(llm, monkeypatch):
+    run = llm.stream(PROMPTS, GREEDY)
+    forward, calls = llm.loaded.target.forward, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(llm.loaded.target, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in run:
+            pass
+    assert all(len(output.token_ids) >= 3 for output in run.outputs())
+
+
+def test_the_end_of_the_text(llm, plain):
+    text = plain.generate(PROMPTS[0], GREEDY)[0].token_ids
+    index = next(i for i in range(2, 20) if text.index(text[i]) == i)
+    params = SamplingParams(
+        temperature=0.0, max_new_tokens=20, ignore_eos=True, stop_token_ids=(text[index],)
+    )
+    (output,) = llm.generate(PROMPTS[0], params)
+    assert output.token_ids == text[: index + 1] and output.finish_reason == "stop"
+    total = sum(record.emitted for step in llm_records(llm, params) for record in step.rounds)
+    assert output.accepted_length == pytest.approx(total / output.rounds)
+    one = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    (output,) = llm.generate(PROMPTS[0], one)
+    assert (output.rounds, output.accepted_length, len(output.token_ids)) == (0, None, 1)
+
+
+def llm_records(llm, params):
+    run = llm.start([llm.tokenizer(PROMPTS[0])["input_ids"]], params)
+    for _ in run:
+        pass
+    return run.records
+
+
+def test_seeds(llm):
+    params = SamplingParams(seed=3, max_new_tokens=12, ignore_eos=True)
+    first, second = llm.generate([PROMPTS[0]] * 2, params)
+    assert first.token_ids == second.token_ids and first.seed == 3
+    assert llm.generate(PROMPTS[0], params, policy="off")[0].token_ids == first.token_ids
+    assert llm.generate(PROMPTS[0], params, policy="fixed:1")[0].token_ids == first.token_ids
+    drawn = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    a, b = llm.generate([PROMPTS[0]] * 2, drawn)
+    assert a.seed != b.seed
+    repeated = SamplingParams(
+        max_new_tokens=12, ignore_eos=True, seed=a.seed, verification="rejection"
+    )
+    assert llm.generate(PROMPTS[0], repeated)[0].token_ids == a.token_ids
+
+
+def test_parameters_for_each_prompt(llm):
+    params = [SamplingParams(temperature=0.0, max_new_tokens=n, ignore_eos=True) for n in (3, 9, 1)]
+    outputs = llm.generate(PROMPTS, params)
+    assert [len(output.token_ids) for output in outputs] == [3, 9, 1]
+
+
+def test_more_prompts_than_places(target_folder, bundle_folder, llm):
+    small = LLM(str(target_folder), draft=bundle_folder, weights="fp32", max_requests=2)
+    many = PROMPTS + PROMPTS[:2]
+    got = [output.token_ids for output in small.generate(many, GREEDY)]
+    assert got == [output.token_ids for output in llm.generate(many, GREEDY)]
+
+
+def test_bad_requests(llm, plain):
+    for prompt in ("", [""], [[]], ["fine", ""]):
+        with pytest.raises(PromptError, match="empty"):
+            llm.generate(prompt, GREEDY)
+    for turn in ("", "  \n"):
+        with pytest.raises(PromptError, match="empty"):
+            llm.chat(turn, GREEDY)
+    with pytest.raises(PromptError, match=r"250 tokens.*256 tokens"):
+        llm.generate([[5] * 250], GREEDY)
+    with pytest.raises(ConfigError, match="3 prompts came with 2"):
+        llm.generate(PROMPTS, [GREEDY, GREEDY])
+    with pytest.raises(ConfigError, match="needs a drafter"):
+        plain.generate(PROMPTS, GREEDY, policy="fixed:2")
+    with pytest.raises(ConfigError, match=r"fixed:1 to fixed:3"):
+        llm.generate(PROMPTS, GREEDY, policy="fixed:4")
+    with pytest.raises(ConfigError, match="did you mean 'fixed'"):
+        llm.generate(PROMPTS, GREEDY, policy="fixd:4")
+
+
+def test_bad_construction(target_folder, bundle_folder, tmp_path):
+    with pytest.raises(TargetError, match="there is no model folder"):
+        LLM(str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match="no such folder"):
+        LLM(str(target_folder), draft=tmp_path / "nowhere", weights="fp32")
+    with pytest.raises(ConfigError, match="threads is 0"):
+        LLM(str(target_folder), threads=0)
+    with pytest.raises(ConfigError, match="needs a drafter"):
+        LLM(str(target_folder), draft=None, weights="fp32", policy="fixed:2")
+    assert LLM(str(target_folder), weights="fp32").drafter is None, "auto is for its own target"
