@@ -9,6 +9,7 @@ from dspark.data.prompts import read_prompts
 from dspark.data.responses import ResponseFile
 from dspark.data.template import template_hash
 from dspark.nn.linear import WeightKind
+from dspark.recipes.one_process import one_process
 from dspark.recipes.progress import Progress
 from dspark.recipes.regenerate import RegenerateConfig, regenerate
 from dspark.recipes.train import TrainJob, starting_model, train_drafter
@@ -53,22 +54,23 @@ def make_bundle(run: BundleRun, progress: Progress) -> TrainResult:
         say=progress.say,
     )
     model = starting_model(loaded, run.job)
-    responses = ResponseFile(
-        run.run / "responses.jsonl",
-        target=loaded.name,
-        template_hash=loaded.binding.chat_template_hash,
-        vocab_size=loaded.target.vocab_size,
-    )
-    if run.generate:
-        regenerate(loaded, prompts, responses, run.responses, progress)
-    return train_drafter(
-        loaded,
-        model,
-        prompts,
-        responses.responses,
-        run.job,
-        folder=run.run,
-        bundle_folder=run.output,
-        command=run.command,
-        progress=progress,
-    )
+    with one_process(run.run):
+        responses = ResponseFile(
+            run.run / "responses.jsonl",
+            target=loaded.name,
+            template_hash=loaded.binding.chat_template_hash,
+            vocab_size=loaded.target.vocab_size,
+        )
+        if run.generate:
+            regenerate(loaded, prompts, responses, run.responses, progress)
+        return train_drafter(
+            loaded,
+            model,
+            prompts,
+            responses.responses,
+            run.job,
+            folder=run.run,
+            bundle_folder=run.output,
+            command=run.command,
+            progress=progress,
+        )
