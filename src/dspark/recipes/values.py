@@ -1,6 +1,7 @@
 """Values that commands take as text, checked by those who own them."""
 
 import difflib
+import os
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,9 @@ import torch
 from dspark.core.errors import ConfigError
 from dspark.core.sampling import RULES, VerificationRule
 from dspark.nn.linear import KINDS, WeightKind
+
+_THREADS_A_PROCESSOR = 16
+"""Beyond it, a mistyped number would take all memory for stacks before anything is said."""
 
 
 def rule_value(text: str | None) -> VerificationRule | None:
@@ -19,11 +23,13 @@ def weights_value(text: str | None) -> WeightKind | None:
 
 
 def set_threads(threads: int | None) -> None:
-    """CPU threads of this process; None leaves torch's own choice. ConfigError below 1."""
+    """CPU threads of this process; None leaves torch's own choice. ConfigError below 1 or for far
+    more than there are processors."""
     if threads is None:
         return
-    if threads < 1:
-        raise ConfigError(f"threads is {threads}; it must be at least 1")
+    most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
+    if not 1 <= threads <= most:
+        raise ConfigError(f"threads is {threads}; it must be in [1, {most}] on this machine")
     torch.set_num_threads(threads)
 
 
