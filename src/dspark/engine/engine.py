@@ -176,6 +176,11 @@ class Engine:
             sampling=[state.request.params for state in states],
             noise=StepNoise(rounds, self.drafter.block_size),
         )
+        if not torch.isfinite(block.probs_RKC).all():
+            raise DSparkError(
+                "the drafter's probabilities are not finite; check the bundle's weights, or use "
+                "--policy off"
+            )
         return block if len(states) == len(decoding) else _spread(block, chosen, len(decoding))
 
     def _verify(

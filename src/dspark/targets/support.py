@@ -57,14 +57,22 @@ def check_supported(model: Any) -> None:
 
 
 def check_runs(target: Target, name: str) -> None:
-    """Raises TargetError if a step of two tokens fails, or if a layer leaves no keys behind."""
+    """Raises TargetError if a step of two tokens fails or gives logits that are not finite, or if a
+    layer leaves no keys behind."""
     store = KVStore(target.kv_shape, 2, read_ahead=KEY_TILE, device=target.device)
     for keys in store.keys:
         keys.fill_(_UNWRITTEN)
     try:
-        target_logits(target, torch.zeros(2, dtype=torch.int64, device=target.device), store)
+        logits_MV = target_logits(
+            target, torch.zeros(2, dtype=torch.int64, device=target.device), store
+        )
     except Exception as error:  # whatever a model's own code raises
         raise _cannot(name, f"a first step failed ({type(error).__name__}: {error})") from error
+    if not torch.isfinite(logits_MV).all():
+        raise TargetError(
+            f"the logits of {name} are not finite: its weights are damaged, or too large for their "
+            f"packed kind; fetch the model again, or use --weights fp32"
+        )
     for layer, keys in enumerate(store.keys):
         if (keys[:2] == _UNWRITTEN).all():
             raise _cannot(name, f"layer {layer} bypasses transformers' attention seam")
