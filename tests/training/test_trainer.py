@@ -163,6 +163,23 @@ def test_ctrl_c_saves_the_finished_step(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_in_the_last_validation_loses_no_step(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path / "run", save_every_seconds=1e9, validate_every=1000)
+
+    def interrupted_validation() -> None:
+        raise KeyboardInterrupt
+
+    trainer.validate = interrupted_validation  # type: ignore[assignment,method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    state = load_state(tmp_path / "run")
+    assert state is not None and state.numbers["step"] == 12
+    again = _trainer(tmp_path / "run")
+    result = again.run()
+    assert result.finished and result.steps == 12 and result.validation
+    _assert_same(_bits(trainer), _bits(again))
+
+
 def test_one_sequence_can_be_learned(tmp_path: Path) -> None:
     reports: list[dict[str, Any]] = []
     trainer = _trainer(

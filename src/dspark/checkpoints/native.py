@@ -177,7 +177,7 @@ def _swap(staging: Path, folder: Path) -> None:
     folder.replace(old)  # an empty folder may be replaced
     try:
         staging.rename(folder)
-    except OSError:
+    except BaseException:  # Ctrl-C, too
         old.replace(folder)
         raise
     shutil.rmtree(old)

@@ -137,7 +137,9 @@ class Trainer:
                     self._log({"step": self.step, "validation": self.validate()})
                 limit = self.config.max_seconds
                 stop = interrupted() or (limit is not None and now - begun >= limit)
-                if stop or now - last_save >= self.config.save_every_seconds:
+                # The last step, too: validation takes its time, and may be interrupted.
+                due = self.step == self.config.steps or stop
+                if due or now - last_save >= self.config.save_every_seconds:
                     self.save()
                     last_save = now
                 if interrupted():
