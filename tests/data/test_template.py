@@ -52,3 +52,9 @@ def test_supervised_tokens() -> None:
         False,
         True,
     ]
+
+
+def test_a_prompt_that_is_not_unicode() -> None:
+    """What a shell that is not UTF-8 hands over."""
+    with pytest.raises(PromptError, match=r"not valid UTF-8 \(at character 3\)"):
+        encode_prompt(Letters(None), "caf\udce9")

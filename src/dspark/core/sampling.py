@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 from dspark.core.errors import ConfigError
@@ -35,6 +36,10 @@ class SamplingParams:
     """Token ids that end the text, beside the target's own end-of-sequence tokens."""
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "max_new_tokens", "seed"):
+            value = getattr(self, name)
+            whole = isinstance(value, Integral) or (name == "seed" and value is None)
+            _check(whole, name, repr(value), "a whole number")
         _check(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0")
         _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive count")
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")

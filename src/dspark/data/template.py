@@ -27,10 +27,12 @@ class ChatTokenizer(Protocol):
 def encode_prompt(tokenizer: ChatTokenizer, turn: str, system: str | None = None) -> TokenIds:
     """Token ids [T] of one user turn, up to where the assistant's answer starts.
 
-    A tokenizer without a chat template (a base model) gets the plain text. PromptError when empty.
+    A tokenizer without a chat template (a base model) gets the plain text. PromptError when empty
+    or not valid Unicode.
     """
     if not turn.strip():
         raise PromptError("the prompt is empty; give it some text")
+    check_text(turn)
     if tokenizer.chat_template is None:
         text = turn if system is None else f"{system}\n\n{turn}"
         encoded = tokenizer(text)["input_ids"]
@@ -41,6 +43,15 @@ def encode_prompt(tokenizer: ChatTokenizer, turn: str, system: str | None = None
             messages, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
     return np.asarray(encoded, dtype=np.int32).reshape(-1)
+
+
+def check_text(prompt: str) -> None:
+    """PromptError for what no tokenizer takes: halves of characters, which a command line that is
+    not UTF-8 leaves in a string."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the prompt is not valid UTF-8 (at character {error.start})") from None
 
 
 def template_hash(tokenizer: ChatTokenizer) -> str | None:
