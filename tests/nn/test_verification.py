@@ -14,7 +14,7 @@ from dspark.nn.seams import DraftBlock
 from dspark.nn.verification import verify
 
 
-def one_request(target_rows, tokens, draft_rows, *, accept, emit):
+def one_request(target_rows, tokens, draft_rows, *, accept, emit, dtype=torch.float32):
     """Verifies one request's block, drafted from rows over the whole vocabulary."""
     vocab = len(target_rows[0])
     block = DraftBlock(
@@ -26,7 +26,7 @@ def one_request(target_rows, tokens, draft_rows, *, accept, emit):
     noise = VerificationNoise(
         torch.tensor([accept], dtype=torch.float64), torch.tensor([emit]).double(), (None,)
     )
-    outcome = verify(torch.tensor(target_rows), [len(tokens)], block, noise)
+    outcome = verify(torch.tensor(target_rows, dtype=dtype), [len(tokens)], block, noise)
     return int(outcome.accepted_R), int(outcome.next_token_R)
 
 
@@ -55,6 +55,10 @@ def test_a_residual_lost_to_rounding_falls_back_to_the_target():
     rows = [[below_half, below_half], [1.0, 0.0]]
     last = float(np.nextafter(1.0, 0.0))
     assert one_request(rows, [0], [[0.5, 0.5]], accept=[last], emit=0.9) == (0, 1)
+    below_half = float(np.nextafter(0.5, 0))
+    rows = [[below_half, below_half], [1.0, 0.0]]
+    outcome = one_request(rows, [0], [[0.5, 0.5]], accept=[last], emit=0.9, dtype=torch.float64)
+    assert outcome == (0, 1)
 
 
 def test_what_lies_beyond_the_admitted_slots_is_ignored():
