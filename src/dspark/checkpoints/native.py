@@ -6,7 +6,9 @@ draft_tokens.safetensors   optional: the draft vocabulary
 README.md                  the model card
 """
 
+import ctypes
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -173,6 +175,8 @@ def _swap(staging: Path, folder: Path) -> None:
     if not folder.exists():
         staging.rename(folder)
         return
+    if _exchange(staging, folder):  # the old one is removed as what is left of the staging
+        return
     old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
     folder.replace(old)  # an empty folder may be replaced
     try:
@@ -181,3 +185,14 @@ def _swap(staging: Path, folder: Path) -> None:
         old.replace(folder)
         raise
     shutil.rmtree(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two folders in one step, where the system can (Linux): then a process killed at any
+    moment leaves one bundle or the other. With two renames there is a moment with none."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
