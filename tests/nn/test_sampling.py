@@ -88,3 +88,16 @@ def test_inverse_cdf_steps_at_the_cumulated_weights_and_skips_zeros():
     below_one = math.nextafter(1.0, 0.0)
     uniforms = torch.tensor([0.0, math.nextafter(0.25, 0), 0.25, below_one], dtype=torch.float64)
     assert inverse_cdf(weights, uniforms).tolist() == [1, 1, 3, 3]
+
+
+def test_top_p_is_reached_by_a_set_that_has_exactly_that_much():
+    logits = torch.zeros(1, 4, dtype=torch.float64)
+    rows = SamplingRows.of([SamplingParams(top_p=0.5)])
+    assert probs_from_logits(logits, rows).tolist() == [[0.5, 0.5, 0.0, 0.0]]
+
+
+def test_inverse_cdf_reaches_rare_tokens():
+    """Cumulated in float32, 1 + 1e-9 is 1, and the token behind it could never be drawn."""
+    weights = torch.tensor([1.0, 1e-9, 1e-9])
+    below = torch.tensor([1.0 - 3e-9, 1.0 - 1.5e-9, 1.0 - 0.5e-9], dtype=torch.float64)
+    assert [int(inverse_cdf(weights, uniform)) for uniform in below] == [0, 1, 2]
