@@ -1,5 +1,7 @@
 """Tiny folders that stand for a real target and a real draft bundle."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,12 @@ def loaded_target(target_folder: Path) -> LoadedTarget:
 def bundle_folder(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path:
     """An untrained draft bundle that fits `target_folder`."""
     return write_draft(tmp_path_factory.mktemp("bundles") / "tiny", target_folder)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, as on a terminal: a shell's background jobs start with it ignored, and so
+    would every process that a test starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
