@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_the_partial_text(folder: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-c", "from dspark.cli.main import main; main()", "generate", "Hello",
         "--target", str(folder / "target"), "--draft", str(folder / "draft"), "--weights", "fp32",
-        "--temperature", "1", "--max-new-tokens", "200",
+        "--temperature", "1", "--seed", "2", "--max-new-tokens", "200",
     ]  # fmt: skip
     # Every step waits a little, so that there is something to interrupt.
     slow = tmp_path / "sitecustomize.py"

@@ -88,7 +88,6 @@ SAMPLING = {
         ("random", "plain"),
         ("random", "truncated"),
         ("teacher", "cold"),
-        ("teacher", "truncated"),
         (None, "truncated"),
     ],
 )

@@ -73,7 +73,7 @@ SPANS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     spans=SPANS,
     page_size=st.sampled_from([1, 4, 16, 520]),

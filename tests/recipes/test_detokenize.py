@@ -25,7 +25,7 @@ def split(data, tokens):
     return pieces
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXT, data=st.data())
 def test_text_comes_out_whole(tokenizer, text, data):
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -36,7 +36,7 @@ def test_text_comes_out_whole(tokenizer, text, data):
     assert shown + stream.finish() == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tokens=st.lists(st.integers(0, 258), max_size=60), data=st.data())
 def test_any_tokens_add_up(tokenizer, tokens, data):
     """Broken UTF-8 and special tokens included."""
@@ -74,7 +74,7 @@ def fallback():
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     parts=st.lists(
         st.sampled_from(["▁hi", "▁there", "a", "€", "漢字漢字漢字", "😀", "é"]), max_size=12

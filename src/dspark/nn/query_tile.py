@@ -19,17 +19,27 @@ _COUNTS = (*range(4, 97, 4), 128, 160, 188, 192, 196, 256, 300, 768, 772)
 _KEYS = 512
 
 
-@cache
 def measure_query_tile(
     kernel: AttentionKernel, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> int | None:
     """The least of TILES whose multiples give bit-equal rows; None if none does.
 
     Probed with one request and with two, because a product that stands alone may be shared among
-    threads. The answer is for the number of threads at the first call.
+    threads. Measured once a process for each number of threads.
     """
+    return _measured(kernel, min(kv_heads, 2), key_dim, value_dim, dtype, torch.get_num_threads())
+
+
+@cache
+def _measured(
+    kernel: AttentionKernel,
+    kv_heads: int,  # at most 2: heads are separate products, and two are as good as many
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    threads: int,
+) -> int | None:
     generator = torch.Generator().manual_seed(0)
-    kv_heads = min(kv_heads, 2)  # heads are separate products; two are as good as many
 
     def draw(rows: int, dim: int) -> Tensor:
         memory = torch.randn(2, rows, kv_heads, dim, generator=generator)

@@ -12,6 +12,7 @@ computed beyond the rounding of the weight kind, which `targets.drift` measures.
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -162,9 +163,12 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def _measure_exactness(layers: list[PackedLinear]) -> None:
-    measured: dict[tuple[WeightKind, int, int], ExactRows | None] = {}
+    threads = torch.get_num_threads()
     for layer in layers:
-        key = (layer.kind, layer.in_features, layer.out_features)
-        if key not in measured:
-            measured[key] = measure_exact_rows(*key)
-        layer.exact_rows = measured[key]
+        layer.exact_rows = _exact_rows(layer.kind, layer.in_features, layer.out_features, threads)
+
+
+@cache
+def _exact_rows(kind: WeightKind, inputs: int, outputs: int, threads: int) -> ExactRows | None:
+    """Measured once a process; `threads` only tells measurements apart."""
+    return measure_exact_rows(kind, inputs, outputs)
