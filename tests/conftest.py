@@ -1,9 +1,14 @@
 """Tiny folders that stand for a real target and a real draft bundle."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# Tiny products are many times slower on several threads than on one. Before torch is imported, and
+# for the processes that tests start, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from transformers import AutoTokenizer
