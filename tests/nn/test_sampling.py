@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,3 +102,10 @@ def test_inverse_cdf_reaches_rare_tokens():
     weights = torch.tensor([1.0, 1e-9, 1e-9])
     below = torch.tensor([1.0 - 3e-9, 1.0 - 1.5e-9, 1.0 - 0.5e-9], dtype=torch.float64)
     assert [int(inverse_cdf(weights, uniform)) for uniform in below] == [0, 1, 2]
+
+
+def test_race_compares_in_float64():
+    """Exponentials that differ in the last bits decide, or ties would favour low token ids."""
+    exponentials = torch.tensor([1.0, np.nextafter(1.0, 0.0)], dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        assert race(torch.tensor([0.5, 0.5], dtype=dtype), exponentials) == 1
