@@ -71,7 +71,7 @@ def test_round_trip_is_bit_equal_and_so_are_the_logits(tmp_path: Path, dtype: to
         table = served.admit(features(CONFIG, 6))
         blocks.append(
             drafter.draft(
-                torch.tensor([5]), torch.tensor([6]), [table], served.store,
+                torch.tensor([5]), torch.tensor([6]), [table], served.store, texts=[[5] * 7],
                 sampling=sampled(1.0), noise=uniform_noise,
             )
         )  # fmt: skip

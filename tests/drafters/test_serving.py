@@ -56,6 +56,9 @@ def draft(
         torch.tensor(positions),
         tables,
         served.store,
+        texts=[
+            [0] * position + [anchor] for anchor, position in zip(anchors, positions, strict=True)
+        ],
         sampling=sampling,
         noise=noise,
     )

@@ -1,5 +1,6 @@
 """A tiny drafter, its binding, and a context in pages, for tests of drafters and checkpoints."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,14 +82,22 @@ class Served:
         store = KVStore(drafter.kv_shape, pages * PAGE, read_ahead=8)
         return cls(drafter, store, PagePool(pages, PAGE))
 
-    def admit(self, taps_NF: Tensor, chunks: tuple[int, ...] = ()) -> PageTable:
-        """A request with this context, given in chunks of these sizes and then the rest."""
+    def admit(
+        self, taps_NF: Tensor, chunks: tuple[int, ...] = (), text: Sequence[int] | None = None
+    ) -> PageTable:
+        """A request with this context, given in chunks of these sizes and then the rest.
+
+        `text` has a token more than there are features: the anchor. Zeros by default.
+        """
+        next_tokens = torch.tensor((text or [0] * (len(taps_NF) + 1))[1:])
         table = self.pool.allocate(len(taps_NF) + 8)
         start = 0
         for size in (*chunks, len(taps_NF) - sum(chunks)):
             positions = torch.arange(start, start + size)
             slots = table.slots(start, start + size)
-            self.drafter.extend_context(taps_NF[positions], positions, slots, self.store)
+            self.drafter.extend_context(
+                taps_NF[positions], next_tokens[positions], positions, slots, self.store
+            )
             start += size
         return table
 

@@ -16,11 +16,11 @@ class _Drafter:
     """Checks law 7 in every draft: each position before the anchor has exactly one context entry,
     made of the right token's features.
 
-    It taps the embedding, and keeps (position, first feature) as its context K/V. Which text a
-    table belongs to it looks up in the engine, which real drafters cannot.
+    It taps the embedding, and keeps (position, next token, first feature) as its context K/V.
+    Which text a table belongs to it looks up in the engine, which real drafters cannot.
     """
 
-    kv_shape = KVShape((1,), (1,), (1,))
+    kv_shape = KVShape((1,), (2,), (1,))
     tap_layers = (-1,)
 
     def __init__(self, block_size: int, embedding_VD: Tensor) -> None:
@@ -31,12 +31,18 @@ class _Drafter:
         self.extended = 0
 
     def extend_context(
-        self, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor, store: KVStore
+        self,
+        taps_NF: Tensor,
+        next_tokens_N: Tensor,
+        positions_N: Tensor,
+        slots_N: Tensor,
+        store: KVStore,
     ) -> None:
         assert taps_NF.shape == (len(positions_N), self.embedding_VD.shape[1])
         self.extended += len(positions_N)
         # 1 is added so that an entry nobody wrote, or of another position, cannot look right.
-        store.write(0, slots_N, positions_N.view(-1, 1, 1) + 1.0, taps_NF[:, :1, None])
+        entries = torch.stack([positions_N + 1.0, next_tokens_N.float()], 1)
+        store.write(0, slots_N, entries[:, None], taps_NF[:, :1, None])
 
     def text(self, table: PageTable) -> list[int]:
         state = next(state for state in self.engine.running if state.table is table)
@@ -49,16 +55,18 @@ class _Drafter:
         tables: Sequence[PageTable],
         store: KVStore,
         *,
+        texts,
         sampling,
         noise,
     ) -> DraftBlock:
         self.drafts += 1
-        texts = [self.text(table) for table in tables]
+        assert list(map(list, texts)) == [self.text(table) for table in tables]
         for r, (text, table) in enumerate(zip(texts, tables, strict=True)):
             length = int(anchor_positions_R[r])
             assert length == len(text) - 1 and int(anchors_R[r]) == text[-1]
             keys, values = store.read(0, table, length, length)
             assert torch.equal(keys[:, 0, 0], torch.arange(length) + 1.0)
+            assert keys[:, 0, 1].tolist() == text[1:]
             assert torch.equal(values[:, 0, 0], self.embedding_VD[text[:-1], 0])
         vocab = len(self.embedding_VD)
         candidates = torch.arange(vocab).expand(len(texts), vocab)

@@ -12,7 +12,7 @@ from tests.targets.ragged import make_batch
 SAMPLED = SamplingParams(temperature=1.0, max_new_tokens=14, ignore_eos=True, seed=1)
 
 
-def one_pass(drafter, text):
+def one_pass(drafter, text, next_token):
     """Context keys and values [layers, T, ...] of a text read at once."""
     table = PagePool(1, len(text)).allocate(len(text))
     store = KVStore(target().kv_shape, len(text), read_ahead=KEY_TILE)
@@ -21,7 +21,8 @@ def one_pass(drafter, text):
         batch, store, logit_rows_M=torch.tensor([0]), tap_layers=drafter.tap_layers
     )
     context = KVStore(drafter.kv_shape, len(text), read_ahead=0)
-    drafter.extend_context(output.taps_NF, batch.positions_N, batch.slots_N, context)
+    tokens = torch.tensor([*text[1:], next_token])
+    drafter.extend_context(output.taps_NF, tokens, batch.positions_N, batch.slots_N, context)
     return context.keys, context.values
 
 
@@ -36,14 +37,14 @@ def test_context_is_that_of_one_pass(params, config):
     while not engine.idle:
         engine.step()
         for state in engine.running:
-            text = [*state.request.prompt, *state.output][: state.cached]
+            text = state.text[: state.cached]
             if not state.prefilling:
                 assert state.cached == len(state.request.prompt) + len(state.output) - 1
             if engine.records[-1].step % 4 or not text:
                 continue
             compared += 1
             slots = state.table.slots(0, len(text))
-            keys, values = one_pass(drafter, text)
+            keys, values = one_pass(drafter, text, state.text[state.cached])
             for layer in range(len(keys)):
                 torch.testing.assert_close(store.keys[layer][slots], keys[layer])
                 torch.testing.assert_close(store.values[layer][slots], values[layer])

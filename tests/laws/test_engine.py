@@ -18,6 +18,7 @@ import torch
 from scipy import stats
 
 from dspark.core.sampling import SamplingParams
+from dspark.drafters.lookup import PromptLookup
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.nn.kv_cache import KVShape
@@ -66,12 +67,14 @@ class HostileDrafter:
     block_size, tap_layers = BLOCK, (0,)
     kv_shape = KVShape.uniform(1, 1, 1)
 
-    def extend_context(self, taps_NF, positions_N, slots_N, store):
+    def extend_context(self, taps_NF, next_tokens_N, positions_N, slots_N, store):
         store.write(0, slots_N, taps_NF[:, :, None], taps_NF[:, :, None])
 
-    def draft(self, anchors_R, anchor_positions_R, tables, store, *, sampling, noise):
+    def draft(self, anchors_R, anchor_positions_R, tables, store, *, texts, sampling, noise):
         contexts = texts_of(store, tables, anchor_positions_R.tolist())
-        texts = [(*c, anchor) for c, anchor in zip(contexts, anchors_R.tolist(), strict=True)]
+        read = [(*c, anchor) for c, anchor in zip(contexts, anchors_R.tolist(), strict=True)]
+        assert read == [tuple(text) for text in texts]
+        texts = read
         rows = SamplingRows.of(sampling)
         slots = []
         for slot in range(BLOCK):
@@ -142,14 +145,14 @@ KINDS = [
 """Prompts and parameters of a mixed batch: both rules, greedy ones, and texts of one token."""
 
 
-def generate(policy, samples, *, seed=0, max_requests=24):
+def generate(policy, samples, *, seed=0, max_requests=24, drafter=None):
     """Texts per kind, with their seeds and choices, of one shuffled queue through one engine."""
     shuffled = random.Random(seed)
     jobs = [kind for kind in range(len(KINDS)) for _ in range(samples)]
     shuffled.shuffle(jobs)
     engine = Engine(
         ToyTarget(),
-        HostileDrafter() if policy.drafts else None,
+        (drafter or HostileDrafter()) if policy.drafts else None,
         policy,
         EngineConfig(max_requests=max_requests, chunk_tokens=2, cache_tokens=160, page_size=4),
     )
@@ -171,12 +174,26 @@ def generate(policy, samples, *, seed=0, max_requests=24):
 )
 def test_coupled_and_greedy_texts_are_the_defined_ones(policy):
     outputs, engine = generate(policy, samples=12)
+    assert_defined(outputs)
+    mixed = [step for step in engine.records if step.prefill_tokens and step.rounds]
+    assert len(mixed) > 20, "prefill and decoding must have shared steps"
+
+
+def test_prompt_lookup_gives_the_defined_texts_too():
+    """Its proposals come and go: batches hold requests with and without a draft."""
+    lookup = PromptLookup(BLOCK, longest=2, shortest=1)
+    outputs, engine = generate(FixedLength(BLOCK), samples=4, drafter=lookup)
+    assert_defined(outputs)
+    rounds = [record for step in engine.records for record in step.rounds]
+    assert {record.proposed for record in rounds} == {0, BLOCK}
+    assert {record.accepted for record in rounds} >= {0, 1, 2}
+
+
+def assert_defined(outputs):
     for kind, (prompt, params) in enumerate(KINDS):
         if params.temperature == 0 or params.rule == "coupled":
             for text, seed, choice in outputs[kind]:
                 assert text == coupled_text(prompt, params, seed, choice), params
-    mixed = [step for step in engine.records if step.prefill_tokens and step.rounds]
-    assert len(mixed) > 20, "prefill and decoding must have shared steps"
 
 
 def p_value(observed, law, samples):

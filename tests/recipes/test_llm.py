@@ -35,6 +35,15 @@ def test_generate(llm, plain, tokenizer):
         assert other.accepted_length == 1.0 and other.rounds == 19
 
 
+def test_prompt_lookup_needs_no_bundle(target_folder, plain):
+    llm = LLM(str(target_folder), draft="lookup", weights="fp32")
+    assert llm.policy.name == "fixed:7" and llm.draft_name == "lookup"
+    prompts = ["to be or not to be or not to", "abc abc abc abc"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain.generate(prompts, GREEDY)]
+    assert max(o.accepted_length for o in outputs) > 1.0
+
+
 def test_one_prompt_many_forms(llm, tokenizer):
     ids = tokenizer(PROMPTS[0])["input_ids"]
     forms = [llm.generate(form, GREEDY)[0] for form in (PROMPTS[0], ids, [ids], [PROMPTS[0]])]

@@ -19,8 +19,8 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft bundle: a folder. Default: the shipped one for the embedded target, "
-        "none for another.",
+        help="Draft bundle: a folder; or lookup: n-gram matches in the text, which need no "
+        "training. Default: the shipped one for the embedded target, none for another.",
         show_default=False,
     ),
 ]

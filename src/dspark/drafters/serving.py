@@ -87,7 +87,12 @@ class DSparkDrafter:
 
     @torch.inference_mode()
     def extend_context(
-        self, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor, store: KVStore
+        self,
+        taps_NF: Tensor,
+        next_tokens_N: Tensor,
+        positions_N: Tensor,
+        slots_N: Tensor,
+        store: KVStore,
     ) -> None:
         """Context K/V of every layer, from `hidden_norm(fc(taps))` (paper, equations 2 and 3)."""
         config = self.config
@@ -111,6 +116,7 @@ class DSparkDrafter:
         tables: Sequence[PageTable],
         store: KVStore,
         *,
+        texts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         noise: DraftNoise,
     ) -> DraftBlock:

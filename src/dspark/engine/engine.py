@@ -173,6 +173,7 @@ class Engine:
             torch.tensor([state.cached for state in states]),
             [state.table for state in states],
             self.draft_store,
+            texts=[state.text for state in states],
             sampling=[state.request.params for state in states],
             noise=StepNoise(rounds, self.drafter.block_size),
         )
@@ -215,6 +216,7 @@ class Engine:
         if verified is None:
             return events, rounds
         proposals = draft.tokens_RK.tolist() if draft is not None else []
+        lengths = _lengths(draft)
         confidences = _confidence_rows(draft)
         accepted_counts, next_tokens = verified.accepted_R.tolist(), verified.next_token_R.tolist()
         for r, state in enumerate(batch.sampled):
@@ -231,7 +233,7 @@ class Engine:
                     RoundRecord(
                         request=state.request.id,
                         round=state.rounds,
-                        proposed=len(proposals[r]) if proposed else 0,
+                        proposed=lengths[r] if proposed else 0,
                         admitted=admitted,
                         accepted=min(accepted, len(tokens)),
                         emitted=len(tokens),
@@ -260,21 +262,27 @@ class Engine:
         self, batch: StepBatch, verified: Verified | None, output: TargetOutput
     ) -> None:
         """Every committed position's features become context K/V, once (law 7)."""
-        if self.drafter is None or self.draft_store is None:
+        if self.drafter is None or self.draft_store is None or not self._taps:
             return
         assert output.taps_NF is not None
         ragged = batch.ragged
         accepted = verified.accepted_R.tolist() if verified is not None else []
         rows: list[int] = []
+        next_tokens: list[int] = []
         decoding = len(ragged.tables) - len(batch.prefill)
-        for r in range(len(ragged.tables)):
+        states = [*batch.sampled[:decoding], *(state for state, _ in batch.prefill)]
+        for r, state in enumerate(states):
             end = ragged.starts[r] + 1 + accepted[r] if r < decoding else ragged.starts[r + 1]
             if ragged.tables[r].pages:  # finished requests have given theirs back
                 rows += range(ragged.starts[r], end)
+                # All of them are cached by now, and the token after the last one is known.
+                first = state.cached - (end - ragged.starts[r])
+                next_tokens += state.text[first + 1 : state.cached + 1]
         if rows:
             index = torch.tensor(rows)
             self.drafter.extend_context(
                 output.taps_NF[index],
+                torch.tensor(next_tokens),
                 ragged.positions_N[index],
                 ragged.slots_N[index],
                 self.draft_store,
@@ -314,6 +322,10 @@ class Engine:
         room = np.array(
             [max(0, min(block_size, state.remaining - 1)) for state in decoding], dtype=np.int64
         )
+        if drafted is not None:
+            room = np.where(drafted, room, 0)
+        if draft is not None and draft.lengths_R is not None:
+            room = np.minimum(room, draft.lengths_R.numpy())
         confidence = None
         if draft is not None and draft.confidence_RK is not None:
             confidence = conditional_confidence(draft.confidence_RK.double().numpy())
@@ -326,7 +338,7 @@ class Engine:
                 min(self.config.chunk_tokens, len(state.request.prompt) - state.cached)
                 for state in prefilling
             ),
-            max_admit_R=room if drafted is None else np.where(drafted, room, 0),
+            max_admit_R=room,
             confidence_RK=confidence,
             survival_RK=None if confidence is None else survival_probabilities(confidence),
         )
@@ -344,7 +356,8 @@ class Engine:
         self._step += 1
         self.records.append(record)
         self.policy.observe(record)
-        if (warning := self.alarm.observe(record)) is not None:
+        # A drafter without taps was trained for nothing that could be wrong.
+        if self._taps and (warning := self.alarm.observe(record)) is not None:
             logger.warning(warning)
         if self.idle:
             self.pool.check_integrity([])
@@ -366,6 +379,7 @@ def _spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
         spread(block.candidates_RKC),
         spread(block.probs_RKC),
         None if block.confidence_RK is None else spread(block.confidence_RK),
+        None if block.lengths_R is None else spread(block.lengths_R),
         block.head_seconds,
     )
 
@@ -377,6 +391,14 @@ def _fates(admitted: int, accepted: int) -> tuple[TokenFate, ...]:
     else:
         fates.append("bonus" if accepted == admitted else "corrected")
     return tuple(fates)
+
+
+def _lengths(draft: DraftBlock | None) -> list[int]:
+    if draft is None:
+        return []
+    if draft.lengths_R is not None:
+        return draft.lengths_R.tolist()
+    return [draft.tokens_RK.shape[1]] * draft.tokens_RK.shape[0]
 
 
 def _confidence_rows(draft: DraftBlock | None) -> list[tuple[float, ...]]:

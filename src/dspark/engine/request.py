@@ -63,6 +63,11 @@ class RequestState:
         return self.output[-1]
 
     @property
+    def text(self) -> list[int]:
+        """Prompt and output so far."""
+        return [*self.request.prompt, *self.output]
+
+    @property
     def remaining(self) -> int:
         return self.request.params.max_new_tokens - len(self.output)
 

@@ -137,22 +137,35 @@ class DraftBlock:
     """float64 draft probabilities of the candidates; any other token has probability 0."""
     confidence_RK: Tensor | None
     """float32 raw confidence logits (before calibration), or None without a confidence head."""
+    lengths_R: Tensor | None = None
+    """int64 slots that hold a proposal, a prefix of the block; None: all of them. Decided by the
+    text so far and never by a token that was drawn, so that it anticipates nothing (law 2)."""
     head_seconds: float = 0.0
     """Part of the draft's wall time that its sequential head and sampling took."""
 
 
 class Drafter(Protocol):
-    """Proposes blocks from the target's tapped hidden states."""
+    """Proposes blocks from the text so far and the target's tapped hidden states."""
 
     block_size: int
     tap_layers: tuple[int, ...]
+    """Empty: it keeps no context, and `extend_context` is never called."""
     kv_shape: KVShape
     """Context K/V the drafter keeps, in a store of its own that shares the target's page tables."""
 
     def extend_context(
-        self, taps_NF: Tensor, positions_N: Tensor, slots_N: Tensor, store: KVStore
+        self,
+        taps_NF: Tensor,
+        next_tokens_N: Tensor,
+        positions_N: Tensor,
+        slots_N: Tensor,
+        store: KVStore,
     ) -> None:
-        """Features of committed positions to per-layer context K/V (paper, equation 3)."""
+        """Features of committed positions to per-layer context K/V (paper, equation 3).
+
+        `next_tokens_N` (int64) are the tokens one position later: what Eagle3 and MTP pair a
+        feature with. The last one of a request is its next anchor.
+        """
         ...
 
     def draft(
@@ -162,11 +175,13 @@ class Drafter(Protocol):
         tables: Sequence[PageTable],
         store: KVStore,
         *,
+        texts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         noise: DraftNoise,
     ) -> DraftBlock:
         """Drafts a block after each anchor (the last emitted token, whose K/V nobody has yet).
 
         Attends to context K/V at positions 0 .. anchor_position - 1 (strictly before the anchor).
+        `texts` are each request's tokens so far, prompt and output; the last one is its anchor.
         """
         ...

@@ -14,6 +14,10 @@ SHIPPED = "smollm2-135m"
 """Name of the bundle that comes with the package, trained for the embedded target."""
 
 
+LOOKUP = "lookup"
+"""Names prompt lookup where a bundle's folder could stand: it needs no training."""
+
+
 def shipped_bundle() -> Path:
     return Path(__file__).parent.parent / "bundles" / SHIPPED
 

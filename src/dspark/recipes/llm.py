@@ -12,12 +12,13 @@ from dspark.core.errors import ConfigError, PromptError
 from dspark.core.records import FinishReason, StepRecord, TokenFate
 from dspark.core.sampling import SamplingParams
 from dspark.data.template import encode_prompt, template_hash
+from dspark.drafters.lookup import PromptLookup
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.request import TokenEvent
 from dspark.nn.linear import WeightKind
 from dspark.nn.seams import Drafter
-from dspark.recipes.bundles import SHIPPED, make_drafter, shipped_bundle
+from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle
 from dspark.recipes.detokenize import TextStream
 from dspark.recipes.progress import Progress
 from dspark.recipes.values import set_threads
@@ -69,8 +70,8 @@ class LLM:
     """A target with a drafter, ready to generate.
 
     target: a folder, a hub id or a GGUF file; None is the embedded SmolLM2-135M-Instruct.
-    draft: a bundle folder; "auto" is the shipped bundle with the embedded target and no drafter
-        with any other; None is no drafter.
+    draft: a bundle folder; "lookup" is prompt lookup, which needs no training; "auto" is the
+        shipped bundle with the embedded target and no drafter with any other; None is no drafter.
     policy: `off`, `fixed:N`; None is the bundle's own, else the whole block; off without a drafter.
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8); None picks for the processor.
     threads: CPU threads for torch; None leaves torch's own choice.
@@ -98,7 +99,7 @@ class LLM:
         if draft == "auto":
             draft = shipped_bundle() if target is None else None
         # Before the target, which takes longer: a wrong path is told at once.
-        bundle = None if draft is None else read_bundle(Path(draft))
+        bundle = None if draft is None or draft == LOOKUP else read_bundle(Path(draft))
         self.loaded: LoadedTarget = load_target(
             target,
             weights=weights,
@@ -112,8 +113,14 @@ class LLM:
         self.draft_name: str | None = None
         self.drafter: Drafter | None = None
         self._bundle_policy: str | None = None
-        if bundle is None:
-            progress.say("no drafter: plain decoding (give a bundle with --draft)")
+        if draft == LOOKUP:
+            self.draft_name = LOOKUP
+            self.drafter = PromptLookup()
+        elif bundle is None:
+            progress.say(
+                "no drafter: plain decoding (give a bundle with --draft, or --draft lookup, which "
+                "needs no training)"
+            )
         else:
             self.draft_name = SHIPPED if draft == shipped_bundle() else str(draft)
             self.drafter = make_drafter(bundle, self.loaded)
