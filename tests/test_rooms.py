@@ -16,18 +16,19 @@ PACKAGE = ROOT / "src" / "dspark"
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "scheduling": {"core"},
+    "calibration": {"core"},
     "data": {"core"},
     "nn": {"core"},
     "targets": {"core", "nn"},
     "drafters": {"core", "nn"},
     "checkpoints": {"core", "nn", "drafters"},
     "training": {"core", "nn", "drafters", "data"},
-    "engine": {"core", "nn", "drafters", "scheduling"},
-    "evaluation": {"core", "data"},
+    "engine": {"core", "nn", "drafters", "scheduling", "calibration"},
+    "evaluation": {"core", "data", "calibration"},
     "cli": {"core", "recipes"},
 }
 MAY_IMPORT["recipes"] = set(MAY_IMPORT) - {"cli"}
-NUMPY_ROOMS = ("core", "scheduling", "data", "evaluation")
+NUMPY_ROOMS = ("core", "scheduling", "calibration", "data", "evaluation")
 
 
 def files_of(room: str) -> list[Path]:

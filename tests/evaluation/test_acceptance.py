@@ -2,7 +2,7 @@
 
 import pytest
 
-from dspark.evaluation.acceptance import judged, measure_acceptance
+from dspark.evaluation.acceptance import measure_acceptance
 from tests.evaluation.records import round_record
 
 
@@ -28,7 +28,7 @@ def test_every_statistic_by_hand() -> None:
 
 def test_an_end_inside_the_run_counts_no_bonus_and_judges_no_later_slot() -> None:
     cut = round_record(4, 2, cut=True)
-    assert judged(cut) == 2
+    assert cut.judged == 2
     measured = measure_acceptance([cut, round_record(4, 2)])
     assert measured.accepted_length == (2 + 3) / 2
     assert measured.acceptance_rate == 4 / (2 + 4)

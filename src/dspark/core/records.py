@@ -34,6 +34,12 @@ class RoundRecord:
     confidence: tuple[float, ...] = ()
     """Raw confidence logits per position; empty without a confidence head."""
 
+    @property
+    def judged(self) -> int:
+        """Draft tokens whose acceptance counts: those offered, cut where the text ended inside."""
+        cut = self.ended and self.emitted == self.accepted
+        return self.accepted if cut else self.admitted
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
@@ -47,3 +53,6 @@ class StepRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase: draft (without its sequential head), draft_head, schedule, verify (target
     forward), sample, commit. Phases do not overlap: their sum is the step's time."""
+    calibration: int = 0
+    """Number of the calibration snapshot it was scheduled with: 0 is the bundle's, one more for
+    every refit while serving."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
+from dspark.calibration.confidence import conditional_confidence
+from dspark.calibration.serving import Calibration, Snapshot, Uncalibrated
 from dspark.core.errors import ConfigError, DSparkError, PromptError
 from dspark.core.random import RequestRandom
 from dspark.core.records import FinishReason, RoundRecord, StepRecord, TokenFate
@@ -24,7 +26,7 @@ from dspark.nn.sampling import SamplingRows, probs_from_logits
 from dspark.nn.seams import DraftBlock, Drafter, Target, TargetOutput
 from dspark.nn.verification import Verified, verify
 from dspark.scheduling.policies import Policy, RoundView, check_rule
-from dspark.scheduling.survival import conditional_confidence, survival_probabilities
+from dspark.scheduling.survival import survival_probabilities
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Generates for many requests at once. Owns their pages, their state and nothing else.
 
-    `records` receives a StepRecord a step; `clock` is only read for them.
+    `records` receives a StepRecord a step; `clock` is only read for them. Survival comes from
+    `calibration`, by default from confidences as the head gives them.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Engine:
         policy: Policy,
         config: EngineConfig | None = None,
         *,
+        calibration: Calibration | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if policy.drafts and drafter is None:
@@ -49,6 +53,7 @@ class Engine:
         self.target = target
         self.drafter = drafter if policy.drafts else None
         self.policy = policy
+        self.calibration: Calibration = calibration or Uncalibrated()
         self.config = config or EngineConfig()
         self.clock = clock
         self.records: list[StepRecord] = []
@@ -101,6 +106,7 @@ class Engine:
             seed = params.seed
         elif seed is None:
             seed = secrets.randbits(63)
+        self.calibration.expect(params)
         request = Request(self._next_id, tuple(prompt), params, seed, choice)
         self._next_id += 1
         self.waiting.append(request)
@@ -132,6 +138,7 @@ class Engine:
         self._admit_waiting()
         decoding = [state for state in self.running if not state.prefilling]
         prefilling = [state for state in self.running if state.prefilling]
+        snapshot = self.calibration.snapshot()  # one for the whole round
 
         wanted = self.policy.wants_draft(self._view(decoding, prefilling))
         draft = self._draft(decoding, wanted)
@@ -140,7 +147,8 @@ class Engine:
         seconds["draft_head"] = head
 
         drafted = wanted if draft is not None else np.zeros_like(wanted)
-        admitted = self.policy.admit(self._view(decoding, prefilling, drafted, draft)).tolist()
+        view = self._view(decoding, prefilling, drafted, draft, snapshot)
+        admitted = self.policy.admit(view).tolist()
         batch = build_batch(
             decoding, prefilling, draft, admitted,
             chunk_tokens=self.config.chunk_tokens, row_exact=self.config.row_exact,
@@ -158,7 +166,7 @@ class Engine:
         events, rounds = self._commit(batch, drafted, draft, verified)
         self._extend_draft_context(batch, verified, output)
         seconds["commit"] = clock() - started
-        self._record(batch, rounds, seconds)
+        self._record(batch, rounds, seconds, snapshot)
         return events
 
     def _draft(self, decoding: list[RequestState], wanted: np.ndarray) -> DraftBlock | None:
@@ -316,6 +324,7 @@ class Engine:
         prefilling: list[RequestState],
         drafted: np.ndarray | None = None,
         draft: DraftBlock | None = None,
+        snapshot: Snapshot | None = None,
     ) -> RoundView:
         """What the policy may know; `drafted` [R] says, after drafting, who has a draft."""
         block_size = self.drafter.block_size if self.drafter is not None else 0
@@ -326,9 +335,13 @@ class Engine:
             room = np.where(drafted, room, 0)
         if draft is not None and draft.lengths_R is not None:
             room = np.minimum(room, draft.lengths_R.numpy())
-        confidence = None
+        confidence = survival = None
         if draft is not None and draft.confidence_RK is not None:
-            confidence = conditional_confidence(draft.confidence_RK.double().numpy())
+            logits_RK = draft.confidence_RK.double().numpy()
+            confidence = conditional_confidence(logits_RK)
+            assert snapshot is not None
+            sampling = [state.request.params for state in decoding]
+            survival = survival_probabilities(snapshot.confidence(logits_RK, sampling))
         return RoundView(
             step=self._step,
             requests=tuple(state.request.id for state in decoding),
@@ -340,11 +353,15 @@ class Engine:
             ),
             max_admit_R=room,
             confidence_RK=confidence,
-            survival_RK=None if confidence is None else survival_probabilities(confidence),
+            survival_RK=survival,
         )
 
     def _record(
-        self, batch: StepBatch, rounds: list[RoundRecord], seconds: dict[str, float]
+        self,
+        batch: StepBatch,
+        rounds: list[RoundRecord],
+        seconds: dict[str, float],
+        snapshot: Snapshot,
     ) -> None:
         record = StepRecord(
             step=self._step,
@@ -352,10 +369,13 @@ class Engine:
             prefill_tokens=sum(count for _, count in batch.prefill),
             rounds=tuple(rounds),
             seconds=seconds,
+            calibration=snapshot.number,
         )
         self._step += 1
         self.records.append(record)
         self.policy.observe(record)
+        sampling = {state.request.id: state.request.params for state in batch.sampled}
+        self.calibration.observe(record, sampling)
         # A drafter without taps was trained for nothing that could be wrong.
         if self._taps and (warning := self.alarm.observe(record)) is not None:
             logger.warning(warning)

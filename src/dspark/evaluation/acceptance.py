@@ -32,19 +32,13 @@ class Acceptance:
     """Per position: accepted up to it, of rounds that judged it (DeepSpec's `accept_rate@k`)."""
 
 
-def judged(record: RoundRecord) -> int:
-    """Draft tokens whose acceptance counts: those offered, cut where the text ended inside."""
-    cut = record.ended and record.emitted == record.accepted
-    return record.accepted if cut else record.admitted
-
-
 def measure_acceptance(records: Sequence[RoundRecord]) -> Acceptance:
     """Every acceptance statistic of these rounds; positions go to the longest offer among them."""
     admitted, offered, accepted, emitted = (
         np.array(column, dtype=np.int64)
         for column in (
             [r.admitted for r in records],
-            [judged(r) for r in records],
+            [r.judged for r in records],
             [r.accepted for r in records],
             [r.emitted for r in records],
         )
