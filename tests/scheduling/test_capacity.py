@@ -1,5 +1,7 @@
 """Capacity from rounds before."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -17,12 +19,30 @@ def test_survival_comes_from_two_rounds_before() -> None:
         history.record([7], np.full((1, 2), 0.1 * step))
 
 
-def test_only_survival_of_the_same_request_that_old_counts() -> None:
+def test_survival_that_old_is_each_requests_own() -> None:
     history = LaggedSurvival(PRIOR, lag=1)
     history.record([7, 8], [[0.9, 0.8], [0.3, 0.2]])
-    assert history.before([8, 9, 7]).tolist() == [[0.3, 0.2], PRIOR, [0.9, 0.8]]
-    history.record([9], [[0.5, 0.5]])
-    assert history.before([8, 9]).tolist() == [PRIOR, [0.5, 0.5]]
+    assert history.before([8, 7]).tolist() == [[0.3, 0.2], [0.9, 0.8]]
+
+
+def test_a_new_request_starts_from_the_mean_of_every_position() -> None:
+    history = LaggedSurvival([Fraction(7, 10), Fraction(4, 10)])
+    rows = [[Fraction(9, 10), Fraction(6, 10)], [Fraction(2, 10), Fraction(2, 10)]]
+    history.record([7, 8], np.array(rows, dtype=object))
+    # A round ago is too new for the mean, too.
+    assert history.before([9]).tolist() == [[Fraction(7, 10), Fraction(4, 10)]]
+    history.record([], np.zeros((0, 2)))
+    # The first expectation counts as one row.
+    assert history.before([9]).tolist() == [[Fraction(6, 10), Fraction(4, 10)]]
+
+
+def test_a_reused_place_in_the_batch_inherits_nothing() -> None:
+    history = LaggedSurvival(PRIOR, lag=1)
+    history.record([7], [[0.9, 0.9]])
+    history.record([8], [[0.1, 0.1]])
+    history.record([], np.zeros((0, 2)))
+    once_seven, once_eight, new = history.before([7, 8, 9]).tolist()
+    assert once_seven == once_eight == new
 
 
 def test_a_round_without_drafts_passes_time() -> None:
@@ -31,7 +51,7 @@ def test_a_round_without_drafts_passes_time() -> None:
     history.record([], np.zeros((0, 2)))
     assert history.before([7]).tolist() == [[0.9, 0.8]]
     history.record([], np.zeros((0, 2)))
-    assert history.before([7]).tolist() == [PRIOR]
+    assert history.before([7]).tolist() != [[0.9, 0.8]]
 
 
 def test_what_is_recorded_cannot_be_changed_later() -> None:

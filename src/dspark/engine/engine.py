@@ -18,6 +18,7 @@ from dspark.core.sampling import SamplingParams
 from dspark.engine.alarm import AcceptanceAlarm
 from dspark.engine.batch import StepBatch, build_batch
 from dspark.engine.config import EngineConfig
+from dspark.engine.draft_context import DraftContext
 from dspark.engine.request import Request, RequestState, TokenEvent
 from dspark.nn.attention import KEY_TILE
 from dspark.nn.kv_cache import KVStore, PagePool
@@ -52,7 +53,7 @@ class Engine:
             raise ConfigError(f"policy {policy.name!r} needs a drafter; give one, or use off")
         self.target = target
         self.drafter = drafter if policy.drafts else None
-        self.policy = policy
+        self.policy = policy.fresh()
         self.calibration: Calibration = calibration or Uncalibrated()
         self.config = config or EngineConfig()
         self.clock = clock
@@ -75,6 +76,9 @@ class Engine:
             self.draft_store = KVStore(
                 self.drafter.kv_shape, slots, read_ahead=KEY_TILE, dtype=dtype, device=target.device
             )
+        self._context: DraftContext | None = None
+        if self.drafter is not None and self.draft_store is not None and self._taps:
+            self._context = DraftContext(self.drafter, self.draft_store)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -175,6 +179,8 @@ class Engine:
         if self.drafter is None or self.draft_store is None or len(chosen) == 0:
             return None
         states = [decoding[r] for r in chosen]
+        if self._context is not None:
+            self._context.write(states)
         rounds = [state.peek_round() for state in states]
         block = self.drafter.draft(
             torch.tensor([state.anchor for state in states]),
@@ -269,32 +275,21 @@ class Engine:
     def _extend_draft_context(
         self, batch: StepBatch, verified: Verified | None, output: TargetOutput
     ) -> None:
-        """Every committed position's features become context K/V, once (law 7)."""
-        if self.drafter is None or self.draft_store is None or not self._taps:
+        """Every committed position's features become context K/V, before a draft reads them
+        (law 7)."""
+        if self._context is None:
             return
         assert output.taps_NF is not None
-        ragged = batch.ragged
+        starts = batch.ragged.starts
         accepted = verified.accepted_R.tolist() if verified is not None else []
-        rows: list[int] = []
-        next_tokens: list[int] = []
-        decoding = len(ragged.tables) - len(batch.prefill)
-        states = [*batch.sampled[:decoding], *(state for state, _ in batch.prefill)]
-        for r, state in enumerate(states):
-            end = ragged.starts[r] + 1 + accepted[r] if r < decoding else ragged.starts[r + 1]
-            if ragged.tables[r].pages:  # finished requests have given theirs back
-                rows += range(ragged.starts[r], end)
-                # All of them are cached by now, and the token after the last one is known.
-                first = state.cached - (end - ragged.starts[r])
-                next_tokens += state.text[first + 1 : state.cached + 1]
-        if rows:
-            index = torch.tensor(rows)
-            self.drafter.extend_context(
-                output.taps_NF[index],
-                torch.tensor(next_tokens),
-                ragged.positions_N[index],
-                ragged.slots_N[index],
-                self.draft_store,
-            )
+        decoding = len(batch.ragged.tables) - len(batch.prefill)
+        prefilled = [state for state, _ in batch.prefill]
+        for r, state in enumerate([*batch.sampled[:decoding], *prefilled]):
+            end = starts[r] + 1 + accepted[r] if r < decoding else starts[r + 1]
+            if state.table.pages:  # finished requests have given theirs back
+                self._context.keep(state, output.taps_NF[starts[r] : end])
+        self._context.write(state for state in prefilled if state.table.pages)
+        self._context.write_full(state for state in batch.sampled[:decoding] if state.table.pages)
 
     # -- bookkeeping ------------------------------------------------------------------------------
 
@@ -352,6 +347,7 @@ class Engine:
                 for state in prefilling
             ),
             max_admit_R=room,
+            context_R=np.array([state.cached for state in decoding], dtype=np.int64),
             confidence_RK=confidence,
             survival_RK=survival,
         )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from dspark.core.records import FinishReason, TokenFate
 from dspark.core.sampling import SamplingParams
 from dspark.nn.kv_cache import PageTable
@@ -52,6 +54,10 @@ class RequestState:
     output: list[int] = field(default_factory=list)
     rounds: int = 0
     """Number of the next round; prefill's first token is round 0."""
+    features: list[Tensor] = field(default_factory=list)
+    """Tapped features that are not context K/V yet, in order of position (`DraftContext`)."""
+    features_end: int = 0
+    """Position after the last of them."""
 
     @property
     def prefilling(self) -> bool:

@@ -22,7 +22,8 @@ from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle
 from dspark.recipes.detokenize import TextStream
 from dspark.recipes.progress import Progress
 from dspark.recipes.values import set_threads
-from dspark.scheduling.policies import Policy, parse_policy
+from dspark.scheduling.parse import parse_policy
+from dspark.scheduling.policies import Policy
 from dspark.targets.load import LoadedTarget, load_target
 
 Prompt = str | Sequence[int]

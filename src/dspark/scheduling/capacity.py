@@ -13,28 +13,34 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.scheduling.arrays import IntArray, NumberArray, as_numbers
-from dspark.scheduling.cost import SpsCurve
+from dspark.scheduling.cost_model import Sps
 from dspark.scheduling.search import unconstrained_search
+
+_ROUNDS_IN_MEAN = 100
+"""The mean forgets: about so many rounds of a request weigh in it."""
 
 
 class LaggedSurvival:
     """Remembers the survival of the last rounds, and gives out only what is `lag` rounds old.
 
-    In every round: first `before`, to decide the round's capacity, then `record`.
+    In every round: first `before`, to decide the round's capacity, then `record`. A request
+    without survival that old is taken for an average one: the mean of every position over what
+    other requests had, just as old.
     """
 
     def __init__(self, prior_K: npt.ArrayLike, *, lag: int = 2) -> None:
-        """`prior_K` [K]: what to expect of a request without survival that old (say, means)."""
+        """`prior_K` [K]: what to expect before any survival is old enough."""
         assert lag >= 1, f"lag is {lag}; capacity may not be decided from the round it decides"
-        self._prior_K = as_numbers(prior_K)
+        self._mean_K = as_numbers(prior_K)
+        self._seen = 0
         self._rounds: deque[dict[int, NumberArray]] = deque(maxlen=lag)
         self._lag = lag
 
     def before(self, requests: Sequence[int]) -> NumberArray:
         """Survival [R, K] of these requests (by id), `lag` rounds before the round to decide."""
         old = self._rounds[0] if len(self._rounds) == self._lag else {}
-        rows = [old.get(request, self._prior_K) for request in requests]
-        return np.array(rows, dtype=self._prior_K.dtype).reshape(len(rows), len(self._prior_K))
+        rows = [old.get(request, self._mean_K) for request in requests]
+        return np.array(rows, dtype=self._mean_K.dtype).reshape(len(rows), len(self._mean_K))
 
     def record(self, requests: Sequence[int], survival_RK: npt.ArrayLike) -> None:
         """Keeps the survival [R, K] of the requests that drafted in a round.
@@ -44,11 +50,15 @@ class LaggedSurvival:
         survival = as_numbers(survival_RK)
         # Keyed by request, not by batch slot: a new request never inherits another's survival.
         self._rounds.append(dict(zip(requests, survival.copy(), strict=True)))
+        if len(self._rounds) == self._lag:
+            for row_K in self._rounds[0].values():  # old enough from the next round on
+                self._seen = min(self._seen + 1, _ROUNDS_IN_MEAN)
+                self._mean_K = self._mean_K + (row_K - self._mean_K) / (self._seen + 1)
 
 
 def lagged_capacity(
     lagged_survival_RK: npt.ArrayLike,
-    sps: SpsCurve,
+    sps: Sps,
     *,
     prefill_tokens: int = 0,
     max_admit_R: IntArray | None = None,

@@ -1,12 +1,12 @@
-"""Policies: who gets a draft in a round, and how much of it is verified.
+"""The policy interface, and the policies that look at no confidence.
+
+A policy decides who gets a draft in a round, and how much of it is verified.
 
 The engine asks a policy twice a round: `wants_draft` before anything is drafted, `admit` after.
 Everything a policy may know is in the `RoundView`; nothing in it is a draft token. A policy lists
 the verification rules under which it is lossless; `check_rule` refuses a request under any other.
 """
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -35,6 +35,8 @@ class RoundView:
     """The most draft tokens each request may have verified (0 .. block_size): what its
     max_new_tokens and its context leave room for; after drafting, 0 for a request that has no
     draft. Never decided by looking at the draft."""
+    context_R: IntArray
+    """Tokens that each request has in the cache."""
     confidence_RK: FloatArray | None = None
     """Conditional confidence, uncalibrated; None before drafting and without a confidence head."""
     survival_RK: FloatArray | None = None
@@ -44,13 +46,14 @@ class RoundView:
     def __post_init__(self) -> None:
         count = len(self.requests)
         assert len(self.rounds) == count
-        assert self.max_admit_R.shape == (count,)
+        assert self.max_admit_R.shape == self.context_R.shape == (count,)
         for values_RK in (self.confidence_RK, self.survival_RK):
             assert values_RK is None or values_RK.shape == (count, self.block_size)
 
 
 class Policy(Protocol):
-    """Decides verification lengths. `admit` and `observe` may feed state kept between rounds."""
+    """Decides verification lengths. `admit` and `observe` may feed state kept between rounds, by
+    request id, never by place in the batch: a new request inherits nothing."""
 
     @property
     def name(self) -> str:
@@ -82,6 +85,11 @@ class Policy(Protocol):
         """Told of every step when it is over: times, offered and accepted tokens."""
         ...
 
+    def fresh(self) -> "Policy":
+        """The same policy as on its first day. Every engine takes one of its own: request ids are
+        unique in one engine only."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Off:
@@ -99,6 +107,9 @@ class Off:
 
     def observe(self, record: StepRecord) -> None:
         """Keeps no state."""
+
+    def fresh(self) -> "Policy":
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,27 +133,40 @@ class FixedLength:
     def observe(self, record: StepRecord) -> None:
         """Keeps no state."""
 
+    def fresh(self) -> "Policy":
+        return self
 
-def parse_policy(
-    text: str, *, block_size: int | None, rules: Iterable[VerificationRule] = RULES
-) -> Policy:
-    """The policy that `text` names: `off` or `fixed:N`.
 
-    block_size: the drafter's; None when there is no drafter.
-    rules: the verification rules that requests may come with.
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Draft tokens up to the first whose own raw confidence is below `least` (paper, figure 5).
 
-    Raises ConfigError for a name or value that does not exist, for a policy that drafts where there
-    is no drafter, and for one that is not lossless under one of `rules`.
+    The confidence at a position reads the token before it, so a position is settled before its own
+    token matters: lossless under `rejection`.
     """
-    name, colon, value = text.strip().partition(":")
-    if name not in _PARSERS:
-        near = difflib.get_close_matches(name, _PARSERS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"there is no policy {text!r}; {hint}policies are {POLICY_FORMS}")
-    policy = _PARSERS[name](text, value if colon else None, block_size)
-    for rule in rules:
-        check_rule(policy, rule)
-    return policy
+
+    least: float
+    drafts: ClassVar[bool] = True
+    rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
+
+    @property
+    def name(self) -> str:
+        return f"threshold:{self.least:g}"
+
+    def wants_draft(self, view: RoundView) -> BoolArray:
+        return view.max_admit_R > 0
+
+    def admit(self, view: RoundView) -> IntArray:
+        if view.confidence_RK is None:
+            return np.zeros(len(view.requests), dtype=np.int64)
+        sure_RK = view.confidence_RK >= self.least
+        return np.minimum(np.cumprod(sure_RK, axis=1).sum(axis=1), view.max_admit_R)
+
+    def observe(self, record: StepRecord) -> None:
+        """Keeps no state."""
+
+    def fresh(self) -> "Policy":
+        return self
 
 
 def check_rule(policy: Policy, rule: VerificationRule) -> None:
@@ -152,31 +176,3 @@ def check_rule(policy: Policy, rule: VerificationRule) -> None:
             f"policy {policy.name!r} is not lossless under {rule!r} verification; "
             f"use {' or '.join(sorted(policy.rules))}, or another policy"
         )
-
-
-def _parse_off(text: str, value: str | None, block_size: int | None) -> Policy:
-    if value is not None:
-        raise ConfigError(f"policy {text!r}: 'off' takes no value; write off")
-    return Off()
-
-
-def _parse_fixed(text: str, value: str | None, block_size: int | None) -> Policy:
-    if block_size is None:
-        raise ConfigError(f"policy {text!r} needs a drafter; give one with --draft, or use off")
-    allowed = f"fixed:1 to fixed:{block_size}"
-    if value is None or not (value.isascii() and value.isdigit()):
-        raise ConfigError(f"policy {text!r}: 'fixed' needs a whole number of tokens: {allowed}")
-    length = int(value)
-    if length == 0:
-        raise ConfigError(f"policy {text!r} would draft and verify nothing; use off, or {allowed}")
-    if length > block_size:
-        raise ConfigError(
-            f"policy {text!r} asks for more than the drafter's block of {block_size} tokens; "
-            f"use {allowed}"
-        )
-    return FixedLength(length)
-
-
-_PARSERS = {"off": _parse_off, "fixed": _parse_fixed}
-POLICY_FORMS = "off, fixed:N"
-"""How the policies are written, for help texts and errors."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.scheduling.arrays import IntArray, NumberArray, as_numbers
-from dspark.scheduling.cost import SpsCurve
+from dspark.scheduling.cost_model import Sps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class GreedyPath:
         requests = self.entries_E[:count] % self.num_requests
         return np.bincount(requests, minlength=self.num_requests)
 
-    def throughput(self, sps: SpsCurve, prefill_tokens: int) -> NumberArray:
+    def throughput(self, sps: Sps, prefill_tokens: int) -> NumberArray:
         """Theta [E + 1], tokens per second, when 0, 1, ... E entries are admitted."""
         # cumsum adds in order, so an entry of Theta is a function of the entries before it alone,
         # to the last bit. A pairwise sum would let later entries in through rounding.
@@ -82,7 +82,7 @@ def stop_at_best(theta: NumberArray) -> int:
 
 def algorithm_1(
     survival_RK: npt.ArrayLike,
-    sps: SpsCurve,
+    sps: Sps,
     *,
     prefill_tokens: int = 0,
     max_admit_R: IntArray | None = None,
@@ -101,7 +101,7 @@ def algorithm_1(
 
 def unconstrained_search(
     survival_RK: npt.ArrayLike,
-    sps: SpsCurve,
+    sps: Sps,
     *,
     prefill_tokens: int = 0,
     max_admit_R: IntArray | None = None,
@@ -128,7 +128,7 @@ def top_k_admission(
 
 def _admit(
     survival_RK: npt.ArrayLike,
-    sps: SpsCurve,
+    sps: Sps,
     prefill_tokens: int,
     max_admit_R: IntArray | None,
     stop: Callable[[NumberArray], int],
