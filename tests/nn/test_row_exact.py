@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dspark.nn.linear import ExactMode
+from dspark.nn.linear import RowMode
 from dspark.nn.row_exact import RowActivation, RowByRow, by_rows
 
 
@@ -37,10 +37,10 @@ def test_several_tensors_are_cut_alike():
 
 
 def test_an_activation_is_the_same_function():
-    mode = ExactMode(on=True)
+    mode = RowMode(exact=True)
     layer, x = RowActivation(nn.SiLU(), mode), torch.randn(1, 600, 64)
     torch.testing.assert_close(layer(x), F.silu(x))
-    mode.on = False
+    mode.exact = False
     assert torch.equal(layer(x), F.silu(x))
 
 
@@ -56,10 +56,10 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("scores", [True, False])
 def test_row_by_row(scores):
-    mode, block = ExactMode(on=True), Block(scores)
+    mode, block = RowMode(exact=True), Block(scores)
     layer, x = RowByRow(block, mode), torch.randn(1, 3, 8)
     hidden = layer(x)[0] if scores else layer(x)
     assert torch.equal(hidden, x * 2) and block.calls == [1, 1, 1]
-    mode.on = False
+    mode.exact = False
     layer(x)
     assert block.calls[3:] == [3]

@@ -73,6 +73,7 @@ def build_batch(
         starts=tuple(starts),
         context_lengths=tuple(end for _, _, end in spans),
         tables=tuple(state.table for state, _ in runs),
+        prompt_from=starts[len(decoding)] if prefilling else None,
         exact=row_exact and any(state.request.exact for state, _ in runs),
     )
     return StepBatch(

@@ -6,9 +6,11 @@ production form (torch's fused kernel); `plain_attention` spells the same thing 
 twin in tests, and serves the layers that the fused kernel cannot (score softcap, attention sinks,
 values narrower than keys).
 
-Exactness (law 5): the fused CPU kernel walks keys in tiles of 512. With keys padded to whole tiles
-(masked), and query rows to a multiple that `measure_query_tile` found on the running machine, a
-row's result does not depend on how many rows stand beside it.
+Exactness (law 5): in exact mode a row reads its keys up to the end of its own tile of _FUSED_TILE
+positions (the rest masked), so how many keys it reads depends on its position alone; rows of one
+request that end in different tiles go into different calls. Query rows are padded to a multiple
+that `measure_query_tile` found on the running machine. Then a row's result does not depend on what
+stands beside it.
 """
 
 from dataclasses import dataclass, field
@@ -22,22 +24,38 @@ from dspark.nn.query_tile import TILES, AttentionKernel, measure_query_tile
 from dspark.nn.seams import RaggedBatch
 
 KEY_TILE = 512
+"""Keys that `plain_attention` multiplies at a time; the most that a read goes beyond a text."""
+_FUSED_TILE = 256
+"""Smaller tiles would save little for short texts (a call alone costs as much as 100 keys) and part
+the requests of a batch into more calls."""
 _PLAIN_ROWS = 64
 """Rows of one product in `plain_attention`: matrix products round differently from some size on."""
 
 
 @dataclass(frozen=True, slots=True)
+class _Segment:
+    """Rows of one request that read the same keys."""
+
+    request: int
+    start: int
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
-    """Consecutive requests with equal query counts whose keys lie at a constant stride in the
-    store."""
+    """Segments of equal size that one kernel call serves: their rows are neighbours, and so, at a
+    constant stride, are their keys in the store."""
 
     requests: range
     rows: slice
     queries: int
     keys: int
     """Keys read per request, padding included."""
-    stride: int | None
-    """Slots from one request's keys to the next; None: a single request."""
+    first_slot: int | None
+    """Where the first request's keys begin; None if they are scattered (a single request)."""
+    stride: int
+    """Slots from one request's keys to the next; 0: a single request."""
 
 
 @dataclass(slots=True)
@@ -50,21 +68,20 @@ class AttentionPlan:
 
     @classmethod
     def build(cls, batch: RaggedBatch) -> "AttentionPlan":
+        segments = _segments(batch)
         groups: list[_Group] = []
-        count = len(batch.context_lengths)
         first = 0
-        while first < count:
-            last = _group_end(batch, first)
-            longest = max(batch.context_lengths[first:last])
-            keys = -(-longest // KEY_TILE) * KEY_TILE if batch.exact else longest
-            start = batch.starts[first]
+        while first < len(segments):
+            last = _group_end(batch, segments, first)
+            head, tail = segments[first], segments[last - 1]
             groups.append(
                 _Group(
-                    requests=range(first, last),
-                    rows=slice(start, batch.starts[last]),
-                    queries=batch.starts[first + 1] - start,
-                    keys=keys,
-                    stride=_slot_stride(batch, first) if last - first > 1 else None,
+                    requests=range(head.request, tail.request + 1),
+                    rows=slice(head.start, tail.start + tail.queries),
+                    queries=head.queries,
+                    keys=max(segment.keys for segment in segments[first:last]),
+                    first_slot=batch.tables[head.request].first_slot,
+                    stride=_slot_stride(batch, head.request) or 0 if last - first > 1 else 0,
                 )
             )
             first = last
@@ -103,17 +120,38 @@ class AttentionPlan:
         return _pad_queries(mask.repeat(1, 1, heads_per_kv, 1), tile)
 
 
-def _group_end(batch: RaggedBatch, first: int) -> int:
-    """One past the last request that can share a kernel call with `first`."""
-    queries = batch.starts[first + 1] - batch.starts[first]
-    keys = -(-batch.context_lengths[first] // KEY_TILE)
-    stride = _slot_stride(batch, first)
+def _segments(batch: RaggedBatch) -> list[_Segment]:
+    """Every request's rows, in exact mode cut where their keys reach into another tile."""
+    segments = []
+    for r, length in enumerate(batch.context_lengths):
+        start, end = batch.starts[r], batch.starts[r + 1]
+        if not batch.exact:
+            segments.append(_Segment(r, start, end - start, length))
+            continue
+        while start < end:
+            position = length - (end - start)
+            keys = (position // _FUSED_TILE + 1) * _FUSED_TILE
+            segments.append(_Segment(r, start, min(end - start, keys - position), keys))
+            start += segments[-1].queries
+    return segments
+
+
+def _group_end(batch: RaggedBatch, segments: list[_Segment], first: int) -> int:
+    """One past the last segment that can share a kernel call with `first`."""
+    head = segments[first]
+    stride = _slot_stride(batch, head.request)
     last = first + 1
-    while last < len(batch.context_lengths):
-        same_queries = batch.starts[last + 1] - batch.starts[last] == queries
+    while last < len(segments):
+        here, before = segments[last], segments[last - 1]
+        same_queries = here.queries == head.queries
         # Equal tiles also bound how far past its own pages a member of the group reads.
-        same_keys = -(-batch.context_lengths[last] // KEY_TILE) == keys
-        in_step = stride is not None and _slot_stride(batch, last - 1) == stride
+        same_keys = -(-here.keys // _FUSED_TILE) == -(-head.keys // _FUSED_TILE)
+        in_step = (
+            here.request == before.request + 1
+            and here.start == before.start + before.queries
+            and stride is not None
+            and _slot_stride(batch, before.request) == stride
+        )
         if not (same_queries and same_keys and in_step):
             break
         last += 1
@@ -137,21 +175,23 @@ def ragged_attention(
     window: int | None = None,
 ) -> Tensor:
     """Causal attention of every row over its request's keys; returns [N, H, value_dim]."""
-    rows, heads, _ = query_NHD.shape
-    heads_per_kv = heads // store.shape.heads[layer]
-    out = query_NHD.new_empty(rows, heads, store.shape.value_dims[layer])
+    heads_per_kv = query_NHD.shape[1] // store.shape.heads[layer]
     tile = _tile(_fused, store, layer) if plan.batch.exact else 1
+    pieces = []
     for index, group in enumerate(plan.groups):
         keys, values = _read_group(store, layer, plan.batch, group)
         query = _fold(query_NHD[group.rows], len(group.requests), heads_per_kv)
         folded = query.shape[2]
-        query = _pad_queries(query, tile)
-        mask = plan.mask(index, heads_per_kv, window, keys.dtype, tile)
         result = F.scaled_dot_product_attention(
-            query.to(keys.dtype), keys, values, attn_mask=mask, scale=scale
+            _pad_queries(query, tile).to(keys.dtype),
+            keys,
+            values,
+            attn_mask=plan.mask(index, heads_per_kv, window, keys.dtype, tile),
+            scale=scale,
         )
-        out[group.rows] = _unfold(result[:, :, :folded], group.queries)
-    return out
+        pieces.append(_unfold(result[:, :, :folded], group.queries))
+    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return out.to(query_NHD.dtype)
 
 
 def plain_attention(
@@ -244,20 +284,24 @@ def _read_group(
     store: KVStore, layer: int, batch: RaggedBatch, group: _Group
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [G, KV, keys, dim] of a group; views wherever the pages allow it."""
-    if group.stride is None:
+    if group.first_slot is None:
         r = group.requests.start
         length = min(batch.context_lengths[r], group.keys)
         keys, values = store.read(layer, batch.tables[r], length, group.keys)
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    first = batch.tables[group.requests.start].first_slot
-    assert first is not None
-    return tuple(  # type: ignore[return-value]
-        memory.as_strided(
-            (len(group.requests), memory.shape[1], group.keys, memory.shape[2]),
-            (group.stride * memory.stride(0), memory.stride(1), memory.stride(0), 1),
-            first * memory.stride(0),
-        )
-        for memory in (store.keys[layer], store.values[layer])
+    return (
+        _strided(store.keys[layer], group, group.first_slot),
+        _strided(store.values[layer], group, group.first_slot),
+    )
+
+
+def _strided(memory: Tensor, group: _Group, first_slot: int) -> Tensor:
+    """A group's part of one layer's keys or values, as a view."""
+    slot, head, _ = memory.stride()
+    return memory.as_strided(
+        (len(group.requests), memory.shape[1], group.keys, memory.shape[2]),
+        (group.stride * slot, head, slot, 1),
+        first_slot * slot,
     )
 
 

@@ -8,6 +8,9 @@ Kinds (docs/log.md has the measurements that chose them):
            token
     fp16   FBGEMM half-precision weights, float32 activations (x86)
     int8   weight-only 8-bit with one scale per output channel, bfloat16 activations
+    q4     the 4-bit groups of 32 that the weights already lie on (a GGUF of type Q4_0 or Q4_1),
+           bfloat16 scales and activations: the least memory traffic, but each row of a block
+           costs; what lies on no such grid (an LM head of type Q8_0) becomes int8
 
 A kernel may round a row differently when the number of rows changes. `measure_exact_rows` finds,
 with probes made to cancel, the row counts that agree bit for bit; in exact mode a layer cuts its
@@ -24,22 +27,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.core.errors import ConfigError
+from dspark.nn.four_bit import GROUP, four_bit_grid
 
-WeightKind = Literal["fp32", "bf16", "fp16", "int8"]
+WeightKind = Literal["fp32", "bf16", "fp16", "int8", "q4"]
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
+_FEW_BITS = ("int8", "q4")
 
 Kernel = Callable[[Tensor], Tensor]
-"""[rows, in] float32 -> [rows, out] float32, without bias."""
+"""[rows, in] -> [rows, out] without bias, in float32 or in the kernel's own precision."""
 
 _PROBED_COUNTS = (*range(1, 65), *range(72, 129, 8), 160, 192, 256)
 _REFERENCE_COUNT = 8  # near a verification batch of one request, whose cost matters most
 
 
 @dataclass(slots=True)
-class ExactMode:
-    """The switch that all layers of one target share; the target sets it before each forward."""
+class RowMode:
+    """What all layers of one target know of the rows at hand; the target sets it before each
+    forward."""
 
-    on: bool = True
+    exact: bool = True
+    prompt_from: int | None = None
+    """Rows from here on are prompts (RaggedBatch.prompt_from)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +65,59 @@ class ExactRows:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with a packed W; x is [..., in], float32 in and out."""
+    """y = x W^T + b with a packed W; x is [..., in], y float32.
+
+    Kernels of few bits unpack each weight for every few rows: best for one token, worst for a
+    prompt. So their layers hold the same weights once more for the rows of prompts, in the kind
+    that suits the processor (`best_kind`), unless `prompts` is false. Which of the two serves a row
+    follows from what the row is and not from the batch, so exactness does not suffer.
+    """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, kind: WeightKind, mode: ExactMode
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: WeightKind,
+        mode: RowMode,
+        *,
+        prompts: bool = True,
     ) -> None:
         super().__init__()
         self.kind = kind
         self.out_features, self.in_features = weight.shape
-        self.kernel = _BUILDERS[kind](weight.detach().float().contiguous())
+        weight = weight.detach().float().contiguous()
+        self.kernel = _BUILDERS[kind](weight)
+        self.prompt_kind = best_kind()[0] if prompts and kind in _FEW_BITS else None
+        self.prompt_kernel = _BUILDERS[self.prompt_kind](weight) if self.prompt_kind else None
         self.bias = None if bias is None else bias.detach().float()
         self.mode = mode
         self.exact_rows: ExactRows | None = None
+        self.exact_prompt_rows: ExactRows | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rows(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def rows(self, x: Tensor) -> Tensor:
         """The same for x [rows, in]."""
+        return self.native_rows(x).float()
+
+    def native_rows(self, x: Tensor) -> Tensor:
+        """The same in the kernel's own precision, for what goes on into another product."""
+        split = self.mode.prompt_from
         if x.shape[0] == 0:  # a prefill chunk asks for no logits, and kernels refuse no rows
             return x.new_empty(0, self.out_features)
-        if self.mode.on and self.exact_rows is not None:
-            y = run_exact(self.kernel, x, self.exact_rows)
+        if self.prompt_kernel is None or split is None or split >= x.shape[0]:
+            y = self._run(self.kernel, self.exact_rows, x)
         else:
-            y = self.kernel(x)
+            y = self._run(self.prompt_kernel, self.exact_prompt_rows, x[split:])
+            if split:
+                y = torch.cat([self._run(self.kernel, self.exact_rows, x[:split]), y])
         return y if self.bias is None else y + self.bias
+
+    def _run(self, kernel: Kernel, exact_rows: ExactRows | None, x: Tensor) -> Tensor:
+        if self.mode.exact and exact_rows is not None:
+            return run_exact(kernel, x, exact_rows)
+        return kernel(x)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.kind}"
@@ -118,13 +154,13 @@ def _build_onednn(weight: Tensor) -> Kernel:
 
 def _build_bf16(weight: Tensor) -> Kernel:
     product = _build_onednn(weight.bfloat16())
-    return lambda x: product(x.bfloat16()).float()
+    return lambda x: product(x.bfloat16())
 
 
 def _build_fp16(weight: Tensor) -> Kernel:
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
     product = torch.ops.quantized.linear_dynamic_fp16.default
-    return lambda x: product(x, packed)
+    return lambda x: product(x.float(), packed)
 
 
 def _build_int8(weight: Tensor) -> Kernel:
@@ -139,9 +175,22 @@ def _build_int8(weight: Tensor) -> Kernel:
     product = torch._weight_int8pack_mm
 
     def kernel(x: Tensor) -> Tensor:
-        return product(F.pad(x.bfloat16(), (0, missing)), quantised, ones).float() * scale
+        x = x.bfloat16()
+        return product(F.pad(x, (0, missing)) if missing else x, quantised, ones) * scale
 
     return kernel
+
+
+def _build_q4(weight: Tensor) -> Kernel:
+    grid = four_bit_grid(weight)
+    if grid is None or weight.shape[0] % 64:  # the kernel works through 64 outputs at a time
+        return _build_int8(weight)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(grid.codes, 1)
+    # The kernel computes (code - 8) * scale + zero.
+    scale_and_zero = torch.stack([grid.scale, grid.offset + 8 * grid.scale], -1)
+    scale_and_zero = scale_and_zero.transpose(0, 1).bfloat16().contiguous()
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return lambda x: product(x.bfloat16(), packed, GROUP, scale_and_zero)
 
 
 _BUILDERS: dict[WeightKind, Callable[[Tensor], Kernel]] = {
@@ -149,13 +198,14 @@ _BUILDERS: dict[WeightKind, Callable[[Tensor], Kernel]] = {
     "bf16": _build_bf16,
     "fp16": _build_fp16,
     "int8": _build_int8,
+    "q4": _build_q4,
 }
 
 
 def check_kind(kind: WeightKind) -> None:
     """Raises ConfigError, naming the remedy, where this machine cannot run a kind."""
     try:
-        _BUILDERS[kind](torch.ones(16, 16))(torch.ones(2, 16))
+        _BUILDERS[kind](torch.ones(64, 32))(torch.ones(2, 32))
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -187,7 +237,7 @@ def measure_exact_rows(kind: WeightKind, in_features: int, out_features: int) ->
     weight, inputs = _cancelling_probe(
         in_features, min(out_features, 2048), max(_PROBED_COUNTS) + 5
     )
-    kernel = _BUILDERS[kind](weight)
+    kernel = _BUILDERS[kind](_on_grid(weight) if kind == "q4" else weight)
     shifted = inputs[5:]
     reference = torch.cat([kernel(tile) for tile in inputs.split(_REFERENCE_COUNT)])
     counts = [
@@ -197,6 +247,15 @@ def measure_exact_rows(kind: WeightKind, in_features: int, out_features: int) ->
         and torch.equal(kernel(shifted[:count].contiguous()), reference[5 : 5 + count])
     ]
     return ExactRows(tuple(counts)) if counts else None
+
+
+def _on_grid(weight: Tensor) -> Tensor:
+    """The nearest weights of kind q4's form, with a step of its own in every group."""
+    groups = weight[:, : weight.shape[1] // GROUP * GROUP].view(weight.shape[0], -1, GROUP)
+    low = groups.amin(-1, keepdim=True)
+    step = ((groups.amax(-1, keepdim=True) - low) / 15).clamp_min(1e-6)
+    on_grid = ((groups - low) / step).round() * step + low
+    return torch.cat([on_grid.view(weight.shape[0], -1), weight[:, on_grid[0].numel() :]], dim=1)
 
 
 def _cancelling_probe(in_features: int, out_features: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dspark.nn.linear import ExactMode
+from dspark.nn.linear import RowMode
 
 _GRAIN = 16384
 """torch shares an elementwise call among threads only above this many elements (gelu; twice as
@@ -21,24 +21,35 @@ _VECTOR = 64
 
 def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`function(*tensors)` for tensors [rows, ...], in blocks of rows that are never cut."""
-    rows, width = tensors[0].shape[0], tensors[0][:1].numel()
-    block = max(1, (_GRAIN - 1) // width) if width % _VECTOR == 0 else 1
-    if rows <= block:
+    if tensors[0].shape[0] <= (block := _block(tensors[0])):
         return function(*tensors)
     pieces = zip(*(tensor.split(block) for tensor in tensors), strict=True)
     return torch.cat([function(*piece) for piece in pieces])
 
 
+def for_rows(function: Callable[..., object], *tensors: Tensor) -> None:
+    """The same for a function that works in place."""
+    block = _block(tensors[0])
+    for piece in zip(*(tensor.split(block) for tensor in tensors), strict=True):
+        function(*piece)
+
+
+def _block(rows: Tensor) -> int:
+    """Rows [rows, ...] that may be worked on in one call."""
+    width = rows[:1].numel()
+    return max(1, (_GRAIN - 1) // width) if width % _VECTOR == 0 else 1
+
+
 class RowActivation(nn.Module):
     """An activation, by rows in exact mode."""
 
-    def __init__(self, activation: nn.Module, mode: ExactMode) -> None:
+    def __init__(self, activation: nn.Module, mode: RowMode) -> None:
         super().__init__()
         self.activation = activation
         self.mode = mode
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.mode.on:
+        if not self.mode.exact:
             return self.activation(x)
         return by_rows(self.activation, x.reshape(-1, x.shape[-1])).view(x.shape)
 
@@ -49,13 +60,13 @@ class RowByRow(nn.Module):
     For experts: how many rows meet in one of them depends on the whole batch.
     """
 
-    def __init__(self, block: nn.Module, mode: ExactMode) -> None:
+    def __init__(self, block: nn.Module, mode: RowMode) -> None:
         super().__init__()
         self.block = block
         self.mode = mode
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, None]:
-        if not self.mode.on:
+        if not self.mode.exact:
             return self.block(x)
         rows = [self.block(row) for row in x.split(1, dim=1)]
         if isinstance(rows[0], tuple):  # (hidden states, router scores); nobody reads the scores

@@ -46,6 +46,10 @@ class RaggedBatch:
     """Per request: where its keys and values lie."""
     exact: bool = True
     """No row's result may depend on what else is in the batch (law 5): pay for the tiles."""
+    prompt_from: int | None = None
+    """Rows from here on are prompts, which kernels for many rows may serve; None: there are none.
+
+    A token's row must be of the same kind whenever it is computed, or exactness ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import torch
 from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.fit import check_fit
 from dspark.drafters.serving import DSparkDrafter, plain_linear
-from dspark.nn.linear import ExactMode, PackedLinear
+from dspark.nn.linear import PackedLinear, RowMode, best_kind
 from dspark.targets.load import LoadedTarget
 
 SHIPPED = "smollm2-135m"
@@ -31,19 +31,17 @@ def make_drafter(
     Raises CheckpointError for a bundle made for another target.
     """
     check_fit(bundle, loaded.binding)
-    weights = loaded.weights
-    mode = ExactMode(
-        on=False
-    )  # a draft need not repeat bit for bit: verification settles every token
+    # A draft need not repeat bit for bit: verification settles every token. And it always has a
+    # block of rows, so the kind that is best for many rows is best.
+    kind, mode = best_kind()[0], RowMode(exact=False)
 
     def packed(weight: torch.Tensor) -> PackedLinear:
-        assert weights is not None
-        return PackedLinear(weight, None, weights, mode)
+        return PackedLinear(weight, None, kind, mode)
 
     return DSparkDrafter(
         bundle.model(),
         loaded.binding,
         candidates=bundle.candidates if candidates is None else candidates,
         draft_token_ids=bundle.draft_token_ids,
-        linear_factory=plain_linear if weights is None else packed,
+        linear_factory=plain_linear if loaded.weights is None else packed,
     )

@@ -55,4 +55,5 @@ def _chunk_batch(chunk: TokenIds, start: int, table: PageTable) -> RaggedBatch:
         context_lengths=(end,),
         tables=(table,),
         exact=False,
+        prompt_from=0,
     )

@@ -15,7 +15,6 @@ Anything else (other activations, post-norms, experts, scaled residuals) takes t
 through the model's own code (targets.hf), and `tests/targets` holds the two equal.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +24,8 @@ from torch.nn import functional as F
 
 from dspark.nn.attention import AttentionPlan, ragged_attention
 from dspark.nn.kv_cache import KVStore
-from dspark.nn.linear import ExactMode, PackedLinear, WeightKind
-from dspark.nn.row_exact import by_rows
+from dspark.nn.linear import RowMode, PackedLinear, WeightKind
+from dspark.nn.row_exact import by_rows, for_rows
 
 FAST_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
@@ -47,7 +46,7 @@ class _Layer:
 class FastDecoder(nn.Module):
     """The decoder stack of a Llama-shaped model: embeddings in, final-normed hidden states out."""
 
-    def __init__(self, decoder: Any, kind: WeightKind, mode: ExactMode) -> None:
+    def __init__(self, decoder: Any, kind: WeightKind, mode: RowMode) -> None:
         super().__init__()
         config = decoder.config
         self.mode = mode
@@ -94,10 +93,10 @@ class FastDecoder(nn.Module):
         split = groups * self.head_dim
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv.rows(_rms_norm(x, layer.input_norm, self.eps))
-            query_key = qkv[:, :split].reshape(rows, groups, self.head_dim)
+            query_key = qkv[:, :split].view(rows, groups, self.head_dim)
             if layer.query_key_norm is not None:
                 query_key = _rms_norm(query_key, layer.query_key_norm, self.eps)
-            query_key = self._by_rows(_rotate, query_key, rotation)
+            self._rotate(query_key, rotation)
             values = qkv[:, split:].view(rows, self.kv_heads, -1)
             store.write(index, plan.batch.slots_N, query_key[:, self.heads :], values)
             attended = ragged_attention(
@@ -108,16 +107,24 @@ class FastDecoder(nn.Module):
                 scale=self.scale,
                 window=layer.window,
             )
-            x = x + layer.output.rows(attended.view(rows, -1))
-            gate_up = layer.gate_up.rows(_rms_norm(x, layer.post_norm, self.eps))
+            x = x + layer.output.rows(attended.reshape(rows, -1))
+            gate_up = layer.gate_up.native_rows(_rms_norm(x, layer.post_norm, self.eps))
             gate, up = gate_up.split(self.intermediate, dim=1)
-            x = x + layer.down.rows(self._by_rows(F.silu, gate).mul_(up))
+            x = x + layer.down.rows(self._silu(gate).mul_(up))
             if index in taps:
                 taps[index] = x
         return _rms_norm(x, self.final_norm, self.eps)
 
-    def _by_rows(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        return by_rows(function, *tensors) if self.mode.on else function(*tensors)
+    def _silu(self, x: Tensor) -> Tensor:
+        return by_rows(F.silu, x) if self.mode.exact else F.silu(x)
+
+    def _rotate(self, x_NHD: Tensor, rotation: Tensor) -> None:
+        """In place."""
+        pairs = torch.view_as_complex(x_NHD.view(*x_NHD.shape[:2], -1, 2))
+        if self.mode.exact:
+            for_rows(Tensor.mul_, pairs, rotation)
+        else:
+            pairs.mul_(rotation)
 
     def _rotation(self, x: Tensor, positions_N: Tensor) -> Tensor:
         """Unit complex numbers [N, 1, head_dim / 2] (scaled where the model's RoPE scales)."""
@@ -125,7 +132,7 @@ class FastDecoder(nn.Module):
         half = self.head_dim // 2
         return torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())[:, None]
 
-    def _pack(self, layer: Any, kind: WeightKind, mode: ExactMode) -> _Layer:
+    def _pack(self, layer: Any, kind: WeightKind, mode: RowMode) -> _Layer:
         attention, mlp, layer_config = layer.self_attn, layer.mlp, layer.self_attn.config
         order = _pair_order(self.head_dim)
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -171,14 +178,10 @@ class FastDecoder(nn.Module):
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # Written out: torch's rms_norm and mean are chains of slower operators on CPU.
-    scale = torch.mul(x, x).sum(-1, keepdim=True).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
-    return torch.mul(x, scale).mul_(weight)
-
-
-def _rotate(x_NHD: Tensor, rotation: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x_NHD.view(*x_NHD.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotation).view(x_NHD.shape)
+    # Written out: torch's rms_norm is a longer chain of operators on CPU.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(x, inverse).mul_(weight)
 
 
 def _pair_order(head_dim: int) -> Tensor:

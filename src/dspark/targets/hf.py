@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dspark.core.errors import TargetError
 from dspark.nn.attention import AttentionPlan, attention_is_exact
 from dspark.nn.kv_cache import KVShape, KVStore
-from dspark.nn.linear import ExactMode
+from dspark.nn.linear import RowMode
 from dspark.nn.seams import RaggedBatch, TargetOutput
 from dspark.targets.attention_hook import ATTENTION_NAME, StepContext, register
 from dspark.targets.fast_path import FastDecoder
@@ -22,13 +22,13 @@ class HFTarget:
     """A transformers causal LM behind the Target seam. Build it with `targets.load_target`."""
 
     def __init__(
-        self, model: nn.Module, *, mode: ExactMode | None = None, fast: FastDecoder | None = None
+        self, model: nn.Module, *, mode: RowMode | None = None, fast: FastDecoder | None = None
     ) -> None:
         register()
         model.eval().requires_grad_(False)
         model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         self.model: Any = model
-        self.mode = mode or ExactMode()
+        self.mode = mode or RowMode()
         self.fast = fast
         self.decoder: Any = model.get_decoder()  # type: ignore[operator]
         self.config: Any = self.decoder.config
@@ -50,9 +50,12 @@ class HFTarget:
         cache); what else a layer may hold is not looked at."""
         layers = [*packed_layers(self.model), *(packed_layers(self.fast) if self.fast else ())]
         fused = getattr(self.config, "attn_logit_softcapping", None) is None
-        return all(layer.exact_rows is not None for layer in layers) and attention_is_exact(
-            self.kv_shape, torch.float32, fused=fused
+        exact = all(
+            layer.exact_rows is not None
+            and (layer.prompt_kind is None or layer.exact_prompt_rows is not None)
+            for layer in layers
         )
+        return exact and attention_is_exact(self.kv_shape, torch.float32, fused=fused)
 
     def forward(
         self,
@@ -63,7 +66,7 @@ class HFTarget:
         tap_layers: tuple[int, ...] = (),
         want_final: bool = False,
     ) -> TargetOutput:
-        self.mode.on = batch.exact
+        self.mode.exact, self.mode.prompt_from = batch.exact, batch.prompt_from
         step = StepContext(AttentionPlan.build(batch), store)
         self._taps = dict.fromkeys(tap_layers, _NOT_RUN)
         with torch.inference_mode():

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from dspark.core.errors import MissingExtraError, TargetError
+from dspark.core.errors import ConfigError, MissingExtraError, TargetError
+from dspark.nn.four_bit import four_bit_grid
 from dspark.nn.linear import WeightKind, best_kind, check_kind
 from dspark.nn.seams import Binding
 from dspark.targets.drift import measure_drift, sample_tokens
@@ -70,10 +71,7 @@ def load_target(
         target = HFTarget(model)
         check_runs(target, type(model).__name__)
         return LoadedTarget(target, binding, tokenizer, name, None)
-    if weights is None:
-        weights, reason = best_kind()
-        say(f"weights: {weights} ({reason})")
-    check_kind(weights)
+    weights = _weight_kind(model, name, weights, say)
     sample = sample_tokens(tokenizer, binding.vocab_size)
     with torch.inference_mode():
         reference_TV = model(torch.tensor([sample]), use_cache=False).logits[0].float()
@@ -84,6 +82,33 @@ def load_target(
     if not target.row_exact:
         say(f"no row-exact kernels for {weights} on this machine: tokens may depend on the batch")
     return LoadedTarget(target, binding, tokenizer, name, weights)
+
+
+def _weight_kind(model: Any, name: str, kind: WeightKind | None, say: Say) -> WeightKind:
+    """The kind asked for, or else the one that suits the weights and the processor."""
+    layer = model.get_decoder().layers[0]
+    linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+    on_grid = all(four_bit_grid(linear.weight.detach().float()) is not None for linear in linears)
+    if kind == "q4" and not on_grid:
+        raise ConfigError(
+            f"the weights of {name} lie on no 4-bit grid (those of a GGUF of type Q4_0 or Q4_1 "
+            f"do), so q4 would change them; use --weights int8"
+        )
+    if kind is None:
+        kind, reason = best_kind()
+        if on_grid and _runs("q4"):
+            kind, reason = "q4", "the 4 bits that the file holds, in groups of 32"
+        say(f"weights: {kind} ({reason})")
+    check_kind(kind)
+    return kind
+
+
+def _runs(kind: WeightKind) -> bool:
+    try:
+        check_kind(kind)
+    except ConfigError:
+        return False
+    return True
 
 
 def read_model(

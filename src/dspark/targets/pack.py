@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dspark.nn.linear import ExactMode, ExactRows, PackedLinear, WeightKind, measure_exact_rows
+from dspark.nn.linear import RowMode, ExactRows, PackedLinear, WeightKind, measure_exact_rows
 from dspark.nn.row_exact import RowActivation, RowByRow
 from dspark.targets.fast_path import FastDecoder
 
@@ -71,7 +71,7 @@ class FusedRMSNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    mode: ExactMode
+    mode: RowMode
     """The switch of exact mode, shared by all packed layers."""
     fast: FastDecoder | None
     """The short forward, where the model has its shape."""
@@ -79,7 +79,7 @@ class Packed:
 
 def pack_model(model: Any, kind: WeightKind, *, allow_fast: bool = True) -> Packed:
     """Packs every linear layer and norm of `model` in place."""
-    mode = ExactMode()
+    mode = RowMode()
     fast = None
     with warnings.catch_warnings():
         warnings.simplefilter(
@@ -89,11 +89,19 @@ def pack_model(model: Any, kind: WeightKind, *, allow_fast: bool = True) -> Pack
         if allow_fast and FastDecoder.fits(decoder):
             fast = FastDecoder(decoder, kind, mode)
             decoder.layers = nn.ModuleList()  # their weights live on in `fast`, packed
+        # Those do not see all rows of the batch in their order.
+        not_whole = {model.get_output_embeddings()}
+        for block in filter(_holds_experts, model.modules()):
+            not_whole.update(block.modules())
         for parent in list(model.modules()):
-            _fuse_siblings(parent, kind, mode)
+            if parent not in not_whole:
+                _fuse_siblings(parent, kind, mode)
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:  # a subclass may do more (Phi-MoE routers)
-                    setattr(parent, name, PackedLinear(child.weight, child.bias, kind, mode))
+                    packed = PackedLinear(
+                        child.weight, child.bias, kind, mode, prompts=child not in not_whole
+                    )
+                    setattr(parent, name, packed)
                 elif (norm := _fused_norm(child)) is not None:
                     setattr(parent, name, norm)
                 elif type(child).__module__ in _ACTIVATION_MODULES:
@@ -112,7 +120,7 @@ def packed_layers(model: nn.Module) -> Iterable[PackedLinear]:
             yield module.shared.product
 
 
-def _fuse_siblings(parent: nn.Module, kind: WeightKind, mode: ExactMode) -> None:
+def _fuse_siblings(parent: nn.Module, kind: WeightKind, mode: RowMode) -> None:
     for names in _SIBLINGS:
         layers = [getattr(parent, name, None) for name in names]
         linear = [layer for layer in layers if type(layer) is nn.Linear]
@@ -165,7 +173,10 @@ def _holds_experts(module: nn.Module) -> bool:
 def _measure_exactness(layers: list[PackedLinear]) -> None:
     threads = torch.get_num_threads()
     for layer in layers:
-        layer.exact_rows = _exact_rows(layer.kind, layer.in_features, layer.out_features, threads)
+        shape = layer.in_features, layer.out_features, threads
+        layer.exact_rows = _exact_rows(layer.kind, *shape)
+        if layer.prompt_kind is not None:
+            layer.exact_prompt_rows = _exact_rows(layer.prompt_kind, *shape)
 
 
 @cache

@@ -1,0 +1,67 @@
+"""Weights that already lie on a 4-bit grid, as those of a Q4_0 or Q4_1 GGUF do.
+
+transformers dequantises such a file to float32. The grid can be read off the numbers again, so a
+4-bit kernel serves exactly the weights of the file, with a quarter of bfloat16's memory traffic.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""Inputs that share a scale and an offset."""
+
+_LEVELS = 15
+_ERROR = 1e-5
+"""Of the largest weight of a group: what float32 leaves of a code times a scale plus an offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitGrid:
+    """weight = codes * scale + offset, group by group."""
+
+    codes: Tensor
+    """int32 [out, in], 0 to 15."""
+    scale: Tensor
+    """[out, in / 32]."""
+    offset: Tensor
+    """[out, in / 32]."""
+
+
+def four_bit_grid(weight: Tensor) -> FourBitGrid | None:
+    """The grid of a float32 weight [out, in], or None if some group of 32 inputs takes more than 16
+    or unequally spaced values."""
+    outputs, inputs = weight.shape
+    if inputs % GROUP:
+        return None
+    groups = weight.reshape(-1, GROUP)
+    offset = groups.amin(-1, keepdim=True)
+    span = groups.amax(-1, keepdim=True) - offset
+    # Quantisers use both ends of the range, so the step is nearly always this.
+    step = span / _LEVELS
+    codes, wrong = _fit(groups, offset, step)
+    if wrong.any():
+        step[wrong] = _least_step(groups[wrong], span[wrong])
+        codes, wrong = _fit(groups, offset, step)
+        if wrong.any():
+            return None
+    return FourBitGrid(
+        codes.view(outputs, inputs).int(), step.view(outputs, -1), offset.view(outputs, -1)
+    )
+
+
+def _fit(groups: Tensor, offset: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest codes, and which groups [G] they miss."""
+    codes = ((groups - offset) / step.clamp_min(1e-30)).round_()
+    error = torch.addcmul(offset, codes, step).sub_(groups).abs_().amax(-1)
+    wrong = (error > _ERROR * groups.abs().amax(-1)) | (codes.amax(-1) > _LEVELS)
+    return codes, wrong
+
+
+def _least_step(groups: Tensor, span: Tensor) -> Tensor:
+    """The step [G, 1] of groups that take fewer than 16 of their levels, from their least gap."""
+    gaps = groups.sort(-1).values.diff(dim=-1)
+    gaps = torch.where(gaps > span / 64, gaps, span)  # equal weights differ by rounding
+    # The least gap carries the rounding of two weights: the whole span measures the step better.
+    return span / (span / gaps.amin(-1, keepdim=True).clamp_min(1e-30)).round().clamp_min(1)
