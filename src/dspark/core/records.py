@@ -11,7 +11,18 @@ TokenFate = Literal["accepted", "corrected", "bonus", "plain"]
 rejection, the target's token after a whole accepted run, or plain decoding (prefill's first token
 included)."""
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability under the target: its own, before bias, penalties, masks,
+    temperature and truncation."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest token ids with theirs, as many as were asked for, descending."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

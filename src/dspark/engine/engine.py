@@ -1,25 +1,30 @@
 """The serving engine. One step is: draft, schedule, batch, verify, commit, record."""
 
+import itertools
 import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from dspark.calibration.confidence import conditional_confidence
 from dspark.calibration.serving import Calibration, Snapshot, Uncalibrated
-from dspark.core.errors import ConfigError, DSparkError, PromptError
+from dspark.core.errors import ConfigError, DSparkError
 from dspark.core.random import RequestRandom
-from dspark.core.records import FinishReason, RoundRecord, StepRecord, TokenFate
+from dspark.core.records import RoundRecord, StepRecord, TokenFate
 from dspark.core.sampling import SamplingParams
+from dspark.engine.admission import check_request
 from dspark.engine.alarm import AcceptanceAlarm
 from dspark.engine.batch import StepBatch, build_batch
 from dspark.engine.config import EngineConfig
 from dspark.engine.draft_context import DraftContext
+from dspark.engine.ending import walk
 from dspark.engine.request import Request, RequestState, TokenEvent
+from dspark.engine.text import OutputText
 from dspark.nn.attention import KEY_TILE
 from dspark.nn.kv_cache import KVStore, PagePool
 from dspark.nn.noise import RequestNoise, StepNoise
@@ -36,7 +41,8 @@ class Engine:
     """Generates for many requests at once. Owns their pages, their state and nothing else.
 
     `records` receives a StepRecord a step; `clock` is only read for them. Survival comes from
-    `calibration`, by default from confidences as the head gives them.
+    `calibration`, by default from confidences as the head gives them. `tokenizer` is transformers'
+    own: without one, events have no text and stop strings are refused.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         calibration: Calibration | None = None,
+        tokenizer: Any = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if policy.drafts and drafter is None:
@@ -56,13 +63,14 @@ class Engine:
         self.policy = policy.fresh()
         self.calibration: Calibration = calibration or Uncalibrated()
         self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
         self.clock = clock
         self.records: list[StepRecord] = []
         self.waiting: deque[Request] = deque()
         self.running: list[RequestState] = []
         self.alarm = AcceptanceAlarm()
         self._eos = frozenset(target.eos_token_ids)
-        self._next_id = 0
+        self._ids = itertools.count()
         self._step = 0
         size = self.config.page_size
         self.pool = PagePool(-(-self.config.cache_tokens // size), size)
@@ -90,39 +98,59 @@ class Engine:
         choice: int = 0,
         seed: int | None = None,
     ) -> int:
-        """Queues a request and returns its id. Raises PromptError or ConfigError if it cannot run.
+        """Queues one choice of a request and returns its id; `params.n` choices are n calls.
 
         seed: what to draw with where `params` has none; drawn afresh by default.
+        Raises PromptError or ConfigError if it cannot run.
         """
+        request = self.prepare(prompt, params, choice=choice, seed=seed)
+        self.enqueue(request)
+        return request.id
+
+    def prepare(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        seed: int | None = None,
+    ) -> Request:
+        """The first half of `add`: checks everything, changes nothing, may run in any thread."""
         limit = min(self.target.max_context, self.pool.num_pages * self.pool.page_size)
-        if not prompt:
-            raise PromptError("the prompt is empty; give it some text")
-        if len(prompt) + params.max_new_tokens > limit:
-            raise PromptError(
-                f"the prompt has {len(prompt)} tokens and max_new_tokens is "
-                f"{params.max_new_tokens}; together they must fit the context of {limit} tokens"
-            )
-        if not all(0 <= token < self.target.vocab_size for token in prompt):
-            raise PromptError(f"prompt token ids must be in [0, {self.target.vocab_size})")
+        check_request(prompt, params, self.target.vocab_size, limit, self.tokenizer is not None)
         if params.temperature > 0:
             check_rule(self.policy, params.rule)
         if params.seed is not None:
             seed = params.seed
         elif seed is None:
             seed = secrets.randbits(63)
-        self.calibration.expect(params)
-        request = Request(self._next_id, tuple(prompt), params, seed, choice)
-        self._next_id += 1
-        self.waiting.append(request)
-        return request.id
+        return Request(next(self._ids), tuple(prompt), params, seed, choice)
 
-    def cancel(self, request_ids: Iterable[int] | None = None) -> None:
-        """Drops requests wherever they are and frees their pages; all of them by default."""
+    def enqueue(self, request: Request) -> None:
+        """The second half of `add`."""
+        self.calibration.expect(request.params)
+        self.waiting.append(request)
+
+    def cancel(self, request_ids: Iterable[int] | None = None) -> list[TokenEvent]:
+        """Drops requests wherever they are and frees their pages; all of them by default.
+
+        Returns the "cancelled" event of each that was still there.
+        """
         wanted = None if request_ids is None else set(request_ids)
+        queued = [r for r in self.waiting if wanted is None or r.id in wanted]
         self.waiting = deque(r for r in self.waiting if wanted is not None and r.id not in wanted)
-        for state in list(self.running):
-            if wanted is None or state.request.id in wanted:
-                self._retire(state)
+        running = [s for s in self.running if wanted is None or s.request.id in wanted]
+        for state in running:
+            self._retire(state)
+        gone = [*queued, *(state.request for state in running)]
+        return [TokenEvent(r.id, (), (), "cancelled", r.choice) for r in gone]
+
+    def fail_running(self, error: Exception) -> list[TokenEvent]:
+        """Ends everything that runs, after a step that raised; what waits is not touched, unless
+        nothing ran: then the first that waits cannot be started."""
+        if not self.running and self.waiting:
+            return [_error_event(self.waiting.popleft(), error)]
+        return [self._fail(state, error) for state in list(self.running)]
 
     @property
     def idle(self) -> bool:
@@ -237,7 +265,12 @@ class Engine:
             first = not state.output
             admitted, accepted = batch.admitted[r], accepted_counts[r]
             run = [*(proposals[r][:accepted] if accepted else []), next_tokens[r]]
-            tokens, finished = self._walk(state, run)
+            try:
+                walked = walk(state, run, self._eos)
+            except Exception as error:
+                events.append(self._fail(state, error))
+                continue
+            tokens, finished = walked.tokens, walked.finished
             fates = _fates(admitted, accepted)[: len(tokens)]
             state.output += tokens
             if not first:
@@ -256,21 +289,20 @@ class Engine:
                     )
                 )
             state.rounds += 1
-            events.append(TokenEvent(state.request.id, tuple(tokens), fates, finished))
+            events.append(
+                TokenEvent(
+                    state.request.id,
+                    tokens,
+                    fates,
+                    finished,
+                    choice=state.request.choice,
+                    texts=walked.texts,
+                    stopped_by=walked.stopped_by,
+                )
+            )
             if finished is not None:
                 self._retire(state)
         return events, rounds
-
-    def _walk(self, state: RequestState, run: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens of `run` up to the end of the text, and why it ended."""
-        params = state.request.params
-        for index, token in enumerate(run):
-            ends = token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)
-            if ends:
-                return run[: index + 1], "stop"
-            if index + 1 == state.remaining:
-                return run[: index + 1], "length"
-        return run, None
 
     def _extend_draft_context(
         self, batch: StepBatch, verified: Verified | None, output: TargetOutput
@@ -309,7 +341,7 @@ class Engine:
                 request.params, self.target.vocab_size, self.target.device,
             )  # fmt: skip
             table = self.pool.allocate(request.most_tokens)
-            self.running.append(RequestState(request, noise, table))
+            self.running.append(RequestState(request, noise, table, self._writer(request)))
             # In memory order: neighbours at a constant stride share an attention call.
             self.running.sort(key=lambda state: state.table.pages[0])
 
@@ -378,6 +410,17 @@ class Engine:
         if self.idle:
             self.pool.check_integrity([])
 
+    def _writer(self, request: Request) -> OutputText | None:
+        if self.tokenizer is None:
+            return None
+        params = request.params
+        return OutputText(self.tokenizer, params.stops, include_stop=params.include_stop)
+
+    def _fail(self, state: RequestState, error: Exception) -> TokenEvent:
+        """Ends one request with an error; the others go on."""
+        self._retire(state)
+        return _error_event(state.request, error)
+
     def _retire(self, state: RequestState) -> None:
         self.running.remove(state)
         self.pool.release(state.table)
@@ -398,6 +441,13 @@ def _spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
         None if block.lengths_R is None else spread(block.lengths_R),
         block.head_seconds,
     )
+
+
+def _error_event(request: Request, error: Exception) -> TokenEvent:
+    if not isinstance(error, DSparkError):
+        logger.error("request %d failed", request.id, exc_info=error)
+        error = DSparkError(f"the request failed: {type(error).__name__}: {error}")
+    return TokenEvent(request.id, (), (), "error", request.choice, error=error)
 
 
 def _fates(admitted: int, accepted: int) -> tuple[TokenFate, ...]:

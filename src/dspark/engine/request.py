@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dspark.core.records import FinishReason, TokenFate
+from dspark.core.errors import DSparkError
+from dspark.core.records import FinishReason, TokenFate, TokenLogprob
 from dspark.core.sampling import SamplingParams
+from dspark.engine.text import OutputText
 from dspark.nn.kv_cache import PageTable
 from dspark.nn.noise import RequestNoise, Round
 
@@ -35,12 +37,34 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Tokens one step added to a request's output."""
+    """What one step added to a request's output; the last one says why it ended.
+
+    An event of "error" or "cancelled" brings no tokens.
+    """
 
     request: int
+    """The id that the engine gave: one a choice."""
     tokens: tuple[int, ...]
+    """With "stop", the last one is what ended the text, or completed its stop string."""
     fates: tuple[TokenFate, ...]
     finished: FinishReason | None = None
+    choice: int = 0
+    texts: tuple[str, ...] = ()
+    """What each token adds to the text: whole characters, nothing that may be the beginning of a
+    stop string; empty strings are common. () in an engine without a tokenizer."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One a token, where the request asks for them."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """In a request's first event with tokens, where it asks for them: one a prompt token; None for
+    the first, which nothing comes before."""
+    stopped_by: int | str | None = None
+    """With "stop": the token id or stop string that ended the text."""
+    error: DSparkError | None = None
+    """With "error": why. No other request is touched."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +75,8 @@ class RequestState:
     """Reserved whole at admission, so that no draft is ever cut for want of a page (law 2)."""
     cached: int = 0
     """Positions whose target K/V (and, with a drafter, context K/V) are in the cache."""
+    writer: OutputText | None = None
+    """None in an engine without a tokenizer."""
     output: list[int] = field(default_factory=list)
     rounds: int = 0
     """Number of the next round; prefill's first token is round 0."""

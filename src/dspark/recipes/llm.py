@@ -19,7 +19,6 @@ from dspark.engine.request import TokenEvent
 from dspark.nn.linear import WeightKind
 from dspark.nn.seams import Drafter
 from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle
-from dspark.recipes.detokenize import TextStream
 from dspark.recipes.progress import Progress
 from dspark.recipes.values import set_threads
 from dspark.scheduling.parse import parse_policy
@@ -240,14 +239,15 @@ class Generation:
             max_requests=llm.max_requests,
             row_exact=row_exact,
         )
-        self.engine = Engine(llm.loaded.target, llm.drafter, policy, config)
+        self.engine = Engine(
+            llm.loaded.target, llm.drafter, policy, config, tokenizer=self._tokenizer
+        )
         for prompt, own, seed in zip(self._prompts, params, self._seeds, strict=True):
             self.engine.add(prompt, own, seed=seed)
         count = len(prompts)
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._fates: list[list[TokenFate]] = [[] for _ in range(count)]
         self._finished: list[FinishReason | None] = [None] * count
-        self._texts = [TextStream(self._tokenizer) for _ in range(count)]
         self._text: list[str] = [""] * count
         self._pieces: deque[StreamPiece] = deque()
 
@@ -265,10 +265,7 @@ class Generation:
         self._tokens[index] += event.tokens
         self._fates[index] += event.fates
         self._finished[index] = event.finished
-        texts = [self._texts[index].push((token,)) for token in event.tokens]
-        if event.finished is not None:
-            texts[-1] += self._texts[index].finish()
-        piece = StreamPiece(index, event.tokens, tuple(texts), event.fates, event.finished)
+        piece = StreamPiece(index, event.tokens, event.texts, event.fates, event.finished)
         self._text[index] += piece.text
         return piece
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from dspark.recipes.detokenize import TextStream
+from dspark.engine.text import TextStream
 
 BROKEN = "\ufffd"
 TEXT = st.text(
