@@ -341,7 +341,7 @@ class Engine:
                 request.params, self.target.vocab_size, self.target.device,
             )  # fmt: skip
             table = self.pool.allocate(request.most_tokens)
-            self.running.append(RequestState(request, noise, table, self._writer(request)))
+            self.running.append(RequestState(request, noise, table, writer=self._writer(request)))
             # In memory order: neighbours at a constant stride share an attention call.
             self.running.sort(key=lambda state: state.table.pages[0])
 
