@@ -4,8 +4,15 @@ import random
 
 import pytest
 
+from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
-from tests.engine.setup import BLOCK, PROMPTS, collect, engine_of, run
+from dspark.engine.config import EngineConfig
+from dspark.engine.engine import Engine
+from dspark.nn.linear import check_kind
+from dspark.scheduling.policies import Off
+from dspark.targets.tiny import tiny_model
+from tests.engine.setup import BLOCK, MODEL, PROMPTS, collect, engine_of, run
+from tests.targets.ragged import packed_target
 
 SAMPLING = [
     {"temperature": 1.0},
@@ -87,3 +94,25 @@ def test_a_drawn_seed_repeats_a_run():
     assert runs[0] == runs[1] != runs[2]
     fresh = [run([PROMPTS[2]], params).tokens for _ in range(2)]
     assert fresh[0] != fresh[1], "two drawn seeds of 63 bits were equal"
+
+
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+def test_with_a_kernel_for_prompts_and_one_for_tokens(kind):
+    """int8 has two kernels: a row's own kind chooses, whoever decodes or prefills beside it."""
+    try:
+        check_kind(kind)
+    except ConfigError:
+        pytest.skip(f"{kind} does not run on this machine")
+    model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}
+    packed = packed_target(tiny_model("llama", **model), kind)
+    if not packed.row_exact:
+        pytest.skip(f"{kind} is not exact on this machine")
+
+    def tokens(prompts, params, **config):
+        engine = Engine(packed, None, Off(), EngineConfig(page_size=4, **config))
+        ids = [engine.add(p, own) for p, own in zip(prompts, params, strict=True)]
+        return collect(engine, ids).tokens
+
+    alone = [tokens([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
+    assert tokens(PROMPTS, PARAMS) == alone
+    assert tokens(PROMPTS, PARAMS, chunk_tokens=3, max_requests=3) == alone

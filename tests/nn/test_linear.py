@@ -10,9 +10,9 @@ from dspark.core.errors import ConfigError
 from dspark.nn import linear
 from dspark.nn.linear import (
     KINDS,
-    RowMode,
     ExactRows,
     PackedLinear,
+    RowMode,
     best_kind,
     check_kind,
     measure_exact_rows,

@@ -36,14 +36,14 @@ def four_bit_grid(weight: Tensor) -> FourBitGrid | None:
     if inputs % GROUP:
         return None
     groups = weight.reshape(-1, GROUP)
-    offset = groups.amin(-1, keepdim=True)
-    span = groups.amax(-1, keepdim=True) - offset
+    offset, top = groups.aminmax(dim=-1, keepdim=True)
+    span, largest = top - offset, torch.maximum(top.abs(), offset.abs())
     # Quantisers use both ends of the range, so the step is nearly always this.
     step = span / _LEVELS
-    codes, wrong = _fit(groups, offset, step)
+    codes, wrong = _fit(groups, offset, step, largest)
     if wrong.any():
         step[wrong] = _least_step(groups[wrong], span[wrong])
-        codes, wrong = _fit(groups, offset, step)
+        codes, wrong = _fit(groups, offset, step, largest)
         if wrong.any():
             return None
     return FourBitGrid(
@@ -51,12 +51,12 @@ def four_bit_grid(weight: Tensor) -> FourBitGrid | None:
     )
 
 
-def _fit(groups: Tensor, offset: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+def _fit(groups: Tensor, offset: Tensor, step: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Nearest codes, and which groups [G] they miss."""
-    codes = ((groups - offset) / step.clamp_min(1e-30)).round_()
-    error = torch.addcmul(offset, codes, step).sub_(groups).abs_().amax(-1)
-    wrong = (error > _ERROR * groups.abs().amax(-1)) | (codes.amax(-1) > _LEVELS)
-    return codes, wrong
+    codes = (groups - offset).div_(step.clamp_min(1e-30)).round_()
+    error = torch.addcmul(offset, codes, step).sub_(groups).abs_()
+    wrong = (error > _ERROR * largest) | (codes > _LEVELS)
+    return codes, wrong.any(-1)
 
 
 def _least_step(groups: Tensor, span: Tensor) -> Tensor:

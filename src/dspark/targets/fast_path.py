@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from dspark.nn.attention import AttentionPlan, ragged_attention
 from dspark.nn.kv_cache import KVStore
-from dspark.nn.linear import RowMode, PackedLinear, WeightKind
+from dspark.nn.linear import PackedLinear, RowMode, WeightKind
 from dspark.nn.row_exact import by_rows, for_rows
 
 FAST_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dspark.nn.linear import RowMode, ExactRows, PackedLinear, WeightKind, measure_exact_rows
+from dspark.nn.linear import ExactRows, PackedLinear, RowMode, WeightKind, measure_exact_rows
 from dspark.nn.row_exact import RowActivation, RowByRow
 from dspark.targets.fast_path import FastDecoder
 
