@@ -29,7 +29,9 @@ def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 def for_rows(function: Callable[..., object], *tensors: Tensor) -> None:
     """The same for a function that works in place."""
-    block = _block(tensors[0])
+    if tensors[0].shape[0] <= (block := _block(tensors[0])):
+        function(*tensors)
+        return
     for piece in zip(*(tensor.split(block) for tensor in tensors), strict=True):
         function(*piece)
 

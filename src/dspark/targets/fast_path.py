@@ -57,7 +57,7 @@ class FastDecoder(nn.Module):
         self.head_dim: int = decoder.layers[0].self_attn.head_dim
         self.scale: float = decoder.layers[0].self_attn.scaling
         self.intermediate: int = config.intermediate_size
-        self.eps: float = config.rms_norm_eps
+        self.eps = torch.tensor(config.rms_norm_eps)
         self.final_norm = decoder.norm.weight.detach().float()
         self.layers = [self._pack(layer, kind, mode) for layer in decoder.layers]
         self._linears = nn.ModuleList(
@@ -177,11 +177,11 @@ class FastDecoder(nn.Module):
         )
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     # Written out: torch's rms_norm is a longer chain of operators on CPU.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
-    return torch.mul(x, inverse).mul_(weight)
+    mean_square = torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1])
+    return torch.mul(x, mean_square.rsqrt_()).mul_(weight)
 
 
 def _pair_order(head_dim: int) -> Tensor:
