@@ -12,7 +12,7 @@ from dspark.core.sampling import SamplingParams
 from dspark.drafters.dspark import DSparkModel
 from dspark.drafters.serving import DSparkDrafter
 from dspark.nn.binding import head_logits
-from dspark.nn.kv_cache import PageTable
+from dspark.nn.pages import PageTable
 from dspark.nn.seams import DraftBlock
 from tests.drafters.tiny import (
     Served,

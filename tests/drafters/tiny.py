@@ -11,7 +11,8 @@ from dspark.core.sampling import SamplingParams
 from dspark.drafters.config import DSparkConfig
 from dspark.drafters.dspark import DSparkModel, initialise
 from dspark.drafters.serving import DSparkDrafter
-from dspark.nn.kv_cache import KVStore, PagePool, PageTable
+from dspark.nn.kv_cache import KVStore
+from dspark.nn.pages import PagePool, PageTable
 from dspark.nn.seams import Binding
 
 PAGE = 4

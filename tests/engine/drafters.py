@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.nn.kv_cache import KVShape, KVStore, PageTable
+from dspark.nn.kv_cache import KVShape, KVStore
+from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows, probs_from_logits, race
 from dspark.nn.seams import DraftBlock
 

@@ -121,7 +121,7 @@ def collect(engine, ids):
     for reasons in finished.values():
         assert all(reason is None for reason in reasons[:-1])
     records = [record for step in engine.records for record in step.rounds]
-    engine.pool.check_integrity([])
+    engine.memory.check_integrity([])
     return Run(
         engine,
         [tokens[i] for i in ids],

@@ -5,7 +5,8 @@ import torch
 
 from dspark.core.sampling import SamplingParams
 from dspark.nn.attention import KEY_TILE
-from dspark.nn.kv_cache import KVStore, PagePool
+from dspark.nn.kv_cache import KVStore
+from dspark.nn.pages import PagePool
 from tests.engine.setup import BLOCK, GREEDY, PROMPTS, engine_of, target
 from tests.targets.ragged import make_batch
 
@@ -30,7 +31,7 @@ def one_pass(drafter, text, next_token):
 @pytest.mark.parametrize("config", [{}, {"chunk_tokens": 6, "page_size": 4, "max_requests": 4}])
 def test_context_is_that_of_one_pass(params, config):
     engine = engine_of(("untrained", BLOCK), **config)
-    drafter, store = engine.drafter, engine.draft_store
+    drafter, store = engine.drafter, engine.memory.draft_store
     for prompt in PROMPTS:
         engine.add(prompt, params)
     compared = 0

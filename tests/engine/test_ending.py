@@ -147,7 +147,7 @@ class TestCancel:
         for _ in range(count):
             for event in engine.step():
                 tokens.setdefault(event.request, []).extend(event.tokens)
-            engine.pool.check_integrity([state.table for state in engine.running])
+            engine.memory.check_integrity(engine.running)
         return tokens
 
     @pytest.mark.parametrize("steps", [0, 1, 2, 3])
@@ -157,7 +157,7 @@ class TestCancel:
         early = self.steps(engine, steps)
         gone = {ids[1], ids[4]}
         engine.cancel(gone)
-        engine.pool.check_integrity([state.table for state in engine.running])
+        engine.memory.check_integrity(engine.running)
         rest = collect(engine, [i for i in ids if i not in gone] + sorted(gone))
         for index, tokens in enumerate(rest.tokens[: len(ids) - 2]):
             request = [i for i in ids if i not in gone][index]
@@ -167,7 +167,7 @@ class TestCancel:
         engine, _ = self.start(max_requests=3)
         self.steps(engine, 2)
         engine.cancel()
-        assert engine.idle and engine.pool.free_pages == engine.pool.num_pages
+        assert engine.idle and engine.memory.pool.free_pages == engine.memory.pool.num_pages
         engine.cancel([99])
         assert run(PROMPTS[:1], GREEDY, engine=engine).tokens == plain_greedy()[:1]
 

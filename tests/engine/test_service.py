@@ -89,7 +89,7 @@ def test_cancel(service):
     assert tokens_of(other) == plain_greedy()[0]
     other.cancel()  # after its end: nothing happens
     assert service.drain(WAIT)
-    service.engine.pool.check_integrity([])
+    service.engine.memory.check_integrity([])
 
 
 def test_what_cannot_run_is_refused_at_once(service):
@@ -118,7 +118,7 @@ def test_close_cancels():
     service.close()
     assert [list(stream)[-1].finished for stream in streams] == ["cancelled"] * 2
     assert service.engine.idle
-    service.engine.pool.check_integrity([])
+    service.engine.memory.check_integrity([])
 
 
 def test_records_go_to_the_observer_and_are_not_kept():
@@ -152,4 +152,4 @@ def test_a_step_that_fails_ends_what_ran_and_the_service_goes_on(monkeypatch):
             assert last.finished == "error" and isinstance(last.error, DSparkError)
             assert "MemoryError: no memory" in str(last.error)
         assert [t for event in events[2] for t in event.tokens] == plain_greedy()[2]
-        engine.pool.check_integrity([])
+        engine.memory.check_integrity([])

@@ -12,7 +12,8 @@ from dspark.nn.attention import (
     plain_attention,
     ragged_attention,
 )
-from dspark.nn.kv_cache import KVShape, PagePool
+from dspark.nn.kv_cache import KVShape
+from dspark.nn.pages import PagePool
 from dspark.nn.query_tile import TILES, measure_query_tile
 from tests.targets.ragged import garbage_store, make_batch, scattered
 

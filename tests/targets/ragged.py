@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dspark.nn.attention import KEY_TILE
-from dspark.nn.kv_cache import KVShape, KVStore, PagePool, PageTable
+from dspark.nn.kv_cache import KVShape, KVStore
+from dspark.nn.pages import PagePool, PageTable
 from dspark.nn.seams import RaggedBatch
 from dspark.targets.hf import HFTarget
 from dspark.targets.pack import pack_model
@@ -48,11 +49,11 @@ def make_batch(
 
 def scattered(pool: PagePool, tokens: int, generator: torch.Generator) -> PageTable:
     """Pages in no order at all."""
-    free = torch.tensor([page for page, is_free in enumerate(pool._free) if is_free])
+    free = torch.from_numpy(pool._holders == 0).nonzero()[:, 0]
     pages = free[torch.randperm(len(free), generator=generator)][: pool.pages_for(tokens)].tolist()
-    for page in pages:
-        pool._free[page] = False
-    return PageTable(pages, pool.page_size)
+    table = PageTable([], pool.page_size)
+    pool._hold(table, pages)
+    return table
 
 
 def garbage_store(

@@ -14,6 +14,7 @@ import typer
 
 from dspark import __version__
 from dspark.cli.bench import bench
+from dspark.cli.doctor import doctor
 from dspark.cli.eval import evaluate
 from dspark.cli.generate import generate
 from dspark.cli.output import print_error
@@ -25,6 +26,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "train": train,
     "eval": evaluate,
     "bench": bench,
+    "doctor": doctor,
 }
 """Command name -> function."""
 

@@ -1,6 +1,7 @@
 """The one exception tree.
 
 DSparkError                    something failed; exit code 1
+├── OverloadedError            too much is waiting already; the same request may pass later
 └── UserError                  the input was bad; exit code 2, one line, no traceback
     ├── ConfigError            a flag, a configuration key, sampling parameters
     ├── PromptError            a prompt that is empty, too long, or not readable
@@ -17,6 +18,10 @@ class DSparkError(Exception):
     """Base of every error this package raises on purpose."""
 
     exit_code = 1
+
+
+class OverloadedError(DSparkError):
+    """Nothing is wrong with the request but the moment (HTTP 429)."""
 
 
 class UserError(DSparkError):

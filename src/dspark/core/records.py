@@ -53,6 +53,35 @@ class RoundRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """What an operator watches: the state now, and counters that only rise."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    """Prompt and most new tokens of the waiting requests."""
+    pages: int
+    pages_free: int
+    """Held by no request; `pages - pages_free` are."""
+    pages_kept: int
+    """Those of the free ones that the prefix cache keeps until they are needed."""
+    page_size: int
+    preemptions: int
+    refused: int
+    """Requests that were not taken because too much was waiting."""
+    prompt_tokens: int
+    """Of all admissions, resumed ones included."""
+    prefix_hits: int
+    prefix_hit_tokens: int
+    pages_copied: int
+    """Copied to where a request has an extent of its own."""
+    pages_evicted: int
+    """Taken from the prefix cache for something else."""
+    rebuilt_positions: int
+    """Positions whose K/V, the drafter's context K/V included, were computed again (law 7)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One step of the engine over its whole batch."""
 

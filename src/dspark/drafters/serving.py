@@ -21,8 +21,9 @@ from dspark.drafters.fused import (
 )
 from dspark.nn.binding import embed, finish_logits
 from dspark.nn.block_attention import block_attention
-from dspark.nn.kv_cache import KVShape, KVStore, PageTable
+from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.layers import rms_norm, rotary_angles, rotate
+from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows, probs_from_logits, race
 from dspark.nn.seams import Binding, DraftBlock, DraftNoise
 

@@ -22,7 +22,7 @@ class StepBatch:
     admitted: tuple[int, ...]
     """Draft tokens to verify, per sampled request."""
     prefill: tuple[tuple[RequestState, int], ...]
-    """Prefilling requests and the prompt tokens of theirs in this step."""
+    """Prefilling requests and the tokens of theirs in this step."""
 
 
 def build_batch(
@@ -34,7 +34,7 @@ def build_batch(
     chunk_tokens: int,
     row_exact: bool,
 ) -> StepBatch:
-    """A decoding request brings its anchor and `admitted` draft tokens, a prompt its next chunk.
+    """A decoding request brings its anchor and `admitted` draft tokens, a prefilling one its chunk.
 
     `draft` has a row for each of `decoding`, `admitted` a count; `row_exact` is `EngineConfig`'s.
     """
@@ -44,8 +44,9 @@ def build_batch(
         tokens = drafted[r][: admitted[r]] if admitted[r] else []
         runs.append((state, [state.anchor, *tokens]))
     chunks = []
-    for state in prefilling:
-        chunk = list(state.request.prompt[state.cached : state.cached + chunk_tokens])
+    # Generated tokens that a preemption lost stand with the decoding ones.
+    for state in sorted(prefilling, key=lambda s: s.cached < len(s.request.prompt)):
+        chunk = list(state.chunk(chunk_tokens))
         chunks.append((state, len(chunk)))
         runs.append((state, chunk))
 
@@ -57,11 +58,14 @@ def build_batch(
         start = starts[-1]
         starts.append(start + len(tokens))
         decodes = index < len(decoding)
-        if decodes or state.cached + len(tokens) == len(state.request.prompt):
+        ends_prompt = not state.output and state.cached + len(tokens) == state.known
+        if decodes or ends_prompt:
             rows = range(start, starts[-1]) if decodes else range(starts[-1] - 1, starts[-1])
             logit_rows += rows
             row_params += [len(sampled)] * len(rows)
             sampled.append(state)
+    in_prompt = (state.cached < len(state.request.prompt) for state, _ in runs)
+    first_prompt = next((r for r, own in enumerate(in_prompt) if own), len(runs))
     spans = [(state, state.cached, state.cached + len(tokens)) for state, tokens in runs]
     ragged = RaggedBatch(
         tokens_N=torch.tensor([token for _, tokens in runs for token in tokens]),
@@ -73,7 +77,7 @@ def build_batch(
         starts=tuple(starts),
         context_lengths=tuple(end for _, _, end in spans),
         tables=tuple(state.table for state, _ in runs),
-        prompt_from=starts[len(decoding)] if prefilling else None,
+        prompt_from=starts[first_prompt] if first_prompt < len(runs) else None,
         exact=row_exact and any(state.request.exact for state, _ in runs),
     )
     return StepBatch(

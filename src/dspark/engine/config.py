@@ -13,8 +13,17 @@ class EngineConfig:
     """Requests that decode at once; more wait."""
     chunk_tokens: int = 512
     """Prompt tokens of one request in one step (chunked prefill)."""
-    cache_tokens: int = 32 * 1024
-    """KV budget of target and drafter together, in tokens."""
+    cache_tokens: int | None = None
+    """KV budget of target and drafter together, in tokens; None sizes it from the memory that is
+    free, at most what `max_requests` of the longest context need."""
+    memory_share: float = 0.5
+    """The share of the free memory that an unstated budget takes."""
+    prefix_cache: bool = True
+    """Keep the pages of prompts for later requests that begin alike."""
+    max_waiting: int | None = None
+    """Requests that may wait for a place; more are refused (OverloadedError)."""
+    max_waiting_tokens: int | None = None
+    """Prompt and new tokens that waiting requests may have together."""
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
     """What keys and values are stored and attended in. bfloat16 halves the memory and the time that
     long contexts and large batches spend on it, and is a slightly other target."""
@@ -25,19 +34,38 @@ class EngineConfig:
     request (law 5). Off is for timing plain decoding without tiles that only speculation needs."""
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "chunk_tokens", "cache_tokens", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_requests", "chunk_tokens", "page_size"):
+            self._check_count(name)
+        for name in ("cache_tokens", "max_waiting", "max_waiting_tokens"):
+            if getattr(self, name) is not None:
+                self._check_count(name)
+        if not 0.0 < self.memory_share <= 1.0:
+            raise ConfigError(f"memory_share is {self.memory_share}; it must be in (0, 1]")
+
+    def _check_count(self, name: str) -> None:
+        if getattr(self, name) < 1:
+            raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @classmethod
     def for_requests(
-        cls, most_tokens: Iterable[int], *, max_requests: int, row_exact: bool
+        cls,
+        most_tokens: Iterable[int],
+        *,
+        max_requests: int,
+        row_exact: bool,
+        prefix_cache: bool = True,
     ) -> "EngineConfig":
-        """A cache just large enough for the longest `max_requests` of some requests.
+        """A cache large enough for the longest `max_requests` of some requests, each in an extent
+        of its own (nn.pages).
 
         most_tokens: per request, prompt and new tokens together.
         """
         page = cls().page_size
-        needs = sorted(-(-tokens // page) * page for tokens in most_tokens)
-        cache_tokens = max(page, sum(needs[-max_requests:]))
-        return cls(max_requests=max_requests, cache_tokens=cache_tokens, row_exact=row_exact)
+        needs = sorted(page << (-(-tokens // page) - 1).bit_length() for tokens in most_tokens)
+        max_requests = max(1, min(max_requests, len(needs)))
+        return cls(
+            max_requests=max_requests,
+            cache_tokens=max(page, sum(needs[-max_requests:])),
+            row_exact=row_exact,
+            prefix_cache=prefix_cache,
+        )

@@ -4,7 +4,6 @@ import itertools
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from dspark.calibration.confidence import conditional_confidence
 from dspark.calibration.serving import Calibration, Snapshot, Uncalibrated
 from dspark.core.errors import ConfigError, DSparkError
 from dspark.core.random import RequestRandom
-from dspark.core.records import RoundRecord, StepRecord, TokenFate
+from dspark.core.records import EngineStats, RoundRecord, StepRecord, TokenFate
 from dspark.core.sampling import SamplingParams
 from dspark.engine.admission import check_request
 from dspark.engine.alarm import AcceptanceAlarm
@@ -23,11 +22,12 @@ from dspark.engine.batch import StepBatch, build_batch
 from dspark.engine.config import EngineConfig
 from dspark.engine.draft_context import DraftContext
 from dspark.engine.ending import walk
+from dspark.engine.memory import KVMemory
+from dspark.engine.places import Places
 from dspark.engine.request import Request, RequestState, TokenEvent
 from dspark.engine.text import OutputText
-from dspark.nn.attention import KEY_TILE
-from dspark.nn.kv_cache import KVStore, PagePool
 from dspark.nn.noise import RequestNoise, StepNoise
+from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows, probs_from_logits
 from dspark.nn.seams import DraftBlock, Drafter, Target, TargetOutput
 from dspark.nn.verification import Verified, verify
@@ -66,27 +66,18 @@ class Engine:
         self.tokenizer = tokenizer
         self.clock = clock
         self.records: list[StepRecord] = []
-        self.waiting: deque[Request] = deque()
-        self.running: list[RequestState] = []
         self.alarm = AcceptanceAlarm()
         self._eos = frozenset(target.eos_token_ids)
         self._ids = itertools.count()
         self._step = 0
-        size = self.config.page_size
-        self.pool = PagePool(-(-self.config.cache_tokens // size), size)
-        slots = self.pool.num_pages * size
-        dtype: torch.dtype = getattr(torch, self.config.cache_dtype)
-        self.store = KVStore(
-            target.kv_shape, slots, read_ahead=KEY_TILE, dtype=dtype, device=target.device
-        )
-        self.draft_store: KVStore | None = None
-        if self.drafter is not None:
-            self.draft_store = KVStore(
-                self.drafter.kv_shape, slots, read_ahead=KEY_TILE, dtype=dtype, device=target.device
-            )
+        self._rebuilt = 0
+        self.memory = KVMemory(target, self.drafter, self.config)
+        self._block_size = self.drafter.block_size if self.drafter is not None else 0
+        self.places = Places(self.config, self.memory, self._block_size)
         self._context: DraftContext | None = None
-        if self.drafter is not None and self.draft_store is not None and self._taps:
-            self._context = DraftContext(self.drafter, self.draft_store)
+        if self.drafter is not None and self.memory.draft_store is not None and self._taps:
+            self._context = DraftContext(self.drafter, self.memory.draft_store)
+        logger.info(self.memory.describe())
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -97,13 +88,20 @@ class Engine:
         *,
         choice: int = 0,
         seed: int | None = None,
+        priority: int = 0,
+        owner: str = "",
     ) -> int:
         """Queues one choice of a request and returns its id; `params.n` choices are n calls.
 
         seed: what to draw with where `params` has none; drawn afresh by default.
-        Raises PromptError or ConfigError if it cannot run.
+        priority, owner: as in `Request`.
+
+        Raises PromptError or ConfigError if it can never run, OverloadedError if too much waits.
         """
-        request = self.prepare(prompt, params, choice=choice, seed=seed)
+        request = self.prepare(
+            prompt, params, choice=choice, seed=seed, priority=priority, owner=owner
+        )
+        self.check_load([request])
         self.enqueue(request)
         return request.id
 
@@ -114,9 +112,11 @@ class Engine:
         *,
         choice: int = 0,
         seed: int | None = None,
+        priority: int = 0,
+        owner: str = "",
     ) -> Request:
-        """The first half of `add`: checks everything, changes nothing, may run in any thread."""
-        limit = min(self.target.max_context, self.pool.num_pages * self.pool.page_size)
+        """The first part of `add`: checks everything, changes nothing, may run in any thread."""
+        limit = min(self.target.max_context, self.memory.tokens)
         check_request(prompt, params, self.target.vocab_size, limit, self.tokenizer is not None)
         if params.temperature > 0:
             check_rule(self.policy, params.rule)
@@ -124,37 +124,51 @@ class Engine:
             seed = params.seed
         elif seed is None:
             seed = secrets.randbits(63)
-        return Request(next(self._ids), tuple(prompt), params, seed, choice)
+        return Request(next(self._ids), tuple(prompt), params, seed, choice, priority, owner)
+
+    def check_load(self, requests: Sequence[Request]) -> None:
+        """Raises OverloadedError if so much more must not wait. May run in any thread."""
+        self.places.check_load(requests)
 
     def enqueue(self, request: Request) -> None:
-        """The second half of `add`."""
+        """The last part of `add`."""
         self.calibration.expect(request.params)
-        self.waiting.append(request)
+        noise = RequestNoise(
+            RequestRandom(request.seed, request.choice),
+            request.params, self.target.vocab_size, self.target.device,
+        )  # fmt: skip
+        state = RequestState(
+            request,
+            noise,
+            PageTable([], self.config.page_size),
+            digests=self.memory.digests(request.prompt),
+            writer=self._writer(request),
+        )
+        self.places.waiting.push(state)
 
     def cancel(self, request_ids: Iterable[int] | None = None) -> list[TokenEvent]:
         """Drops requests wherever they are and frees their pages; all of them by default.
 
         Returns the "cancelled" event of each that was still there.
         """
-        wanted = None if request_ids is None else set(request_ids)
-        queued = [r for r in self.waiting if wanted is None or r.id in wanted]
-        self.waiting = deque(r for r in self.waiting if wanted is not None and r.id not in wanted)
-        running = [s for s in self.running if wanted is None or s.request.id in wanted]
-        for state in running:
-            self._retire(state)
-        gone = [*queued, *(state.request for state in running)]
-        return [TokenEvent(r.id, (), (), "cancelled", r.choice) for r in gone]
+        gone = self.places.remove(None if request_ids is None else set(request_ids))
+        return [TokenEvent(s.request.id, (), (), "cancelled", s.request.choice) for s in gone]
 
     def fail_running(self, error: Exception) -> list[TokenEvent]:
         """Ends everything that runs, after a step that raised; what waits is not touched, unless
         nothing ran: then the first that waits cannot be started."""
-        if not self.running and self.waiting:
-            return [_error_event(self.waiting.popleft(), error)]
+        if not self.running and (found := self.places.waiting.first()) is not None:
+            return [_error_event(self.places.waiting.pop(found[0]).request, error)]
         return [self._fail(state, error) for state in list(self.running)]
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.running
+        return not self.places.waiting and not self.places.running
+
+    @property
+    def running(self) -> list[RequestState]:
+        """What takes part in steps, in the order of the batch."""
+        return self.places.running
 
     def run(self) -> Iterator[TokenEvent]:
         """Steps until every request is done."""
@@ -167,9 +181,11 @@ class Engine:
         """One forward of the target over everything that is running."""
         clock, seconds = self.clock, {}
         started = clock()
-        self._admit_waiting()
+        self.places.prepare_step()
         decoding = [state for state in self.running if not state.prefilling]
         prefilling = [state for state in self.running if state.prefilling]
+        for state in decoding:
+            state.rounds += 1  # before it drafts: an abandoned round has used its number up
         snapshot = self.calibration.snapshot()  # one for the whole round
 
         wanted = self.policy.wants_draft(self._view(decoding, prefilling))
@@ -188,7 +204,7 @@ class Engine:
         seconds["schedule"] = -started + (started := clock())
 
         output = self.target.forward(
-            batch.ragged, self.store, logit_rows_M=batch.logit_rows_M, tap_layers=self._taps
+            batch.ragged, self.memory.store, logit_rows_M=batch.logit_rows_M, tap_layers=self._taps
         )
         seconds["verify"] = -started + (started := clock())
 
@@ -197,6 +213,7 @@ class Engine:
 
         events, rounds = self._commit(batch, drafted, draft, verified)
         self._extend_draft_context(batch, verified, output)
+        self._publish(batch)
         seconds["commit"] = clock() - started
         self._record(batch, rounds, seconds, snapshot)
         return events
@@ -204,7 +221,8 @@ class Engine:
     def _draft(self, decoding: list[RequestState], wanted: np.ndarray) -> DraftBlock | None:
         """Blocks of the decoding requests that want one, a row a request; None when none does."""
         chosen = np.flatnonzero(wanted)
-        if self.drafter is None or self.draft_store is None or len(chosen) == 0:
+        store = self.memory.draft_store
+        if self.drafter is None or store is None or len(chosen) == 0:
             return None
         states = [decoding[r] for r in chosen]
         if self._context is not None:
@@ -214,7 +232,7 @@ class Engine:
             torch.tensor([state.anchor for state in states]),
             torch.tensor([state.cached for state in states]),
             [state.table for state in states],
-            self.draft_store,
+            store,
             texts=[state.text for state in states],
             sampling=[state.request.params for state in states],
             noise=StepNoise(rounds, self.drafter.block_size),
@@ -252,6 +270,7 @@ class Engine:
     ) -> tuple[list[TokenEvent], list[RoundRecord]]:
         """Walks each request's new tokens in order; whatever ends the text ends it there."""
         for state, count in batch.prefill:
+            self._rebuilt += max(0, min(state.cached + count, state.computed) - state.cached)
             state.cached += count
         events: list[TokenEvent] = []
         rounds: list[RoundRecord] = []
@@ -273,6 +292,7 @@ class Engine:
             tokens, finished = walked.tokens, walked.finished
             fates = _fates(admitted, accepted)[: len(tokens)]
             state.output += tokens
+            self.places.waiting.charge(state.request.owner, len(tokens))
             if not first:
                 proposed = self.drafter is not None and bool(drafted[r])
                 state.cached += 1 + accepted  # the anchor and the accepted tokens have K/V now
@@ -288,7 +308,6 @@ class Engine:
                         confidence=confidences[r] if proposed and confidences else (),
                     )
                 )
-            state.rounds += 1
             events.append(
                 TokenEvent(
                     state.request.id,
@@ -301,7 +320,7 @@ class Engine:
                 )
             )
             if finished is not None:
-                self._retire(state)
+                self.places.retire(state)
         return events, rounds
 
     def _extend_draft_context(
@@ -325,25 +344,36 @@ class Engine:
 
     # -- bookkeeping ------------------------------------------------------------------------------
 
+    def stats(self) -> EngineStats:
+        """What an operator watches."""
+        pool, counts = self.memory.pool, self.memory.counts
+        return EngineStats(
+            running=len(self.running),
+            waiting=len(self.places.waiting),
+            waiting_tokens=self.places.waiting.tokens,
+            pages=pool.num_pages,
+            pages_free=pool.free_pages,
+            pages_kept=pool.kept_pages,
+            page_size=pool.page_size,
+            preemptions=self.places.preemptions,
+            refused=self.places.refused,
+            prompt_tokens=counts.prompt_tokens,
+            prefix_hits=counts.prefix_hits,
+            prefix_hit_tokens=counts.prefix_hit_tokens,
+            pages_copied=counts.copied_pages,
+            pages_evicted=counts.evicted_pages,
+            rebuilt_positions=self._rebuilt,
+        )
+
     @property
     def _taps(self) -> tuple[int, ...]:
         return self.drafter.tap_layers if self.drafter is not None else ()
 
-    def _admit_waiting(self) -> None:
-        while self.waiting and len(self.running) < self.config.max_requests:
-            request = self.waiting[0]
-            if self.pool.pages_for(request.most_tokens) > self.pool.free_pages:
-                assert self.running, "an idle engine has room for every request it took"
-                return
-            self.waiting.popleft()
-            noise = RequestNoise(
-                RequestRandom(request.seed, request.choice),
-                request.params, self.target.vocab_size, self.target.device,
-            )  # fmt: skip
-            table = self.pool.allocate(request.most_tokens)
-            self.running.append(RequestState(request, noise, table, writer=self._writer(request)))
-            # In memory order: neighbours at a constant stride share an attention call.
-            self.running.sort(key=lambda state: state.table.pages[0])
+    def _publish(self, batch: StepBatch) -> None:
+        """Pages of prompts, in both stores by now, become others' to share."""
+        for state, _ in batch.prefill:
+            if state.table.pages:
+                self.memory.publish(state, exact=batch.ragged.exact)
 
     def _view(
         self,
@@ -354,7 +384,7 @@ class Engine:
         snapshot: Snapshot | None = None,
     ) -> RoundView:
         """What the policy may know; `drafted` [R] says, after drafting, who has a draft."""
-        block_size = self.drafter.block_size if self.drafter is not None else 0
+        block_size = self._block_size
         room = np.array(
             [max(0, min(block_size, state.remaining - 1)) for state in decoding], dtype=np.int64
         )
@@ -374,10 +404,7 @@ class Engine:
             requests=tuple(state.request.id for state in decoding),
             rounds=tuple(state.rounds for state in decoding),
             block_size=block_size,
-            prefill_tokens=sum(
-                min(self.config.chunk_tokens, len(state.request.prompt) - state.cached)
-                for state in prefilling
-            ),
+            prefill_tokens=sum(len(state.chunk(self.config.chunk_tokens)) for state in prefilling),
             max_admit_R=room,
             context_R=np.array([state.cached for state in decoding], dtype=np.int64),
             confidence_RK=confidence,
@@ -408,7 +435,7 @@ class Engine:
         if self._taps and (warning := self.alarm.observe(record)) is not None:
             logger.warning(warning)
         if self.idle:
-            self.pool.check_integrity([])
+            self.memory.check_integrity([])
 
     def _writer(self, request: Request) -> OutputText | None:
         if self.tokenizer is None:
@@ -418,12 +445,8 @@ class Engine:
 
     def _fail(self, state: RequestState, error: Exception) -> TokenEvent:
         """Ends one request with an error; the others go on."""
-        self._retire(state)
+        self.places.retire(state)
         return _error_event(state.request, error)
-
-    def _retire(self, state: RequestState) -> None:
-        self.running.remove(state)
-        self.pool.release(state.table)
 
 
 def _spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:

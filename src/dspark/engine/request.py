@@ -8,8 +8,8 @@ from dspark.core.errors import DSparkError
 from dspark.core.records import FinishReason, TokenFate, TokenLogprob
 from dspark.core.sampling import SamplingParams
 from dspark.engine.text import OutputText
-from dspark.nn.kv_cache import PageTable
 from dspark.nn.noise import RequestNoise, Round
+from dspark.nn.pages import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,10 @@ class Request:
     seed: int
     """The seed that is used: the request's own, or one drawn at admission."""
     choice: int = 0
+    priority: int = 0
+    """Higher goes first, and is preempted last."""
+    owner: str = ""
+    """Whom its tokens are charged to; owners of one priority get equal shares."""
 
     @property
     def exact(self) -> bool:
@@ -31,7 +35,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Positions it can ever hold: what is reserved at admission."""
+        """Positions it can ever hold."""
         return len(self.prompt) + self.params.max_new_tokens
 
 
@@ -72,22 +76,54 @@ class RequestState:
     request: Request
     noise: RequestNoise
     table: PageTable
-    """Reserved whole at admission, so that no draft is ever cut for want of a page (law 2)."""
+    """Grows before a step drafts, by whole blocks: no draft is cut for want of a page (law 2)."""
+    digests: tuple[bytes, ...] = ()
+    """Of the prompt's full pages, for the prefix cache."""
     cached: int = 0
     """Positions whose target K/V (and, with a drafter, context K/V) are in the cache."""
     writer: OutputText | None = None
     """None in an engine without a tokenizer."""
+    computed: int = 0
+    """The most that `cached` ever was: below it, what is computed now is computed again."""
+    published: int = 0
+    """Pages that the prefix cache knows, or was offered."""
+    exact_prefix: bool = True
+    """Every step that computed the cached part of the prompt was row-exact."""
     output: list[int] = field(default_factory=list)
     rounds: int = 0
-    """Number of the next round; prefill's first token is round 0."""
+    """Number of the running or last round. Prefill's first token is round 0; a decode step takes a
+    fresh number before it drafts, so that one that is abandoned has used its number up."""
     features: list[Tensor] = field(default_factory=list)
     """Tapped features that are not context K/V yet, in order of position (`DraftContext`)."""
     features_end: int = 0
     """Position after the last of them."""
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Who keeps its place longest comes first: by priority, then by age."""
+        return -self.request.priority, self.request.id
+
+    @property
+    def known(self) -> int:
+        """Positions that can be computed without a new token: all but the anchor's."""
+        return len(self.request.prompt) + max(0, len(self.output) - 1)
+
+    @property
     def prefilling(self) -> bool:
-        return self.cached < len(self.request.prompt)
+        """There is something to compute before it can decode: prompt, or what a preemption lost."""
+        return self.cached < self.known
+
+    def chunk(self, most: int) -> tuple[int, ...]:
+        """The next tokens to compute while prefilling: of the prompt, or generated, never both."""
+        prompt, start = self.request.prompt, self.cached
+        if start < len(prompt):
+            return prompt[start : start + most]
+        start -= len(prompt)
+        return tuple(self.output[start : min(start + most, len(self.output) - 1)])
+
+    def reach(self, start: int, block_size: int) -> int:
+        """Positions below this may be written by a round whose anchor is at `start`."""
+        return start + 1 + min(block_size, self.remaining - 1)
 
     @property
     def anchor(self) -> int:
@@ -104,5 +140,5 @@ class RequestState:
         return self.request.params.max_new_tokens - len(self.output)
 
     def peek_round(self) -> Round:
-        """The round this step runs; the engine counts it when it commits."""
+        """The round this step runs."""
         return Round(self.noise, self.rounds, len(self.output))

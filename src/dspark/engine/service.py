@@ -123,23 +123,36 @@ class EngineService:
         self._thread.start()
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, seed: int | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        priority: int = 0,
+        owner: str = "",
     ) -> RequestStream:
         """Queues all `params.n` choices. Checks and compiles here, in the caller's thread.
 
         seed: what to draw with where `params` has none; drawn afresh by default.
-        Raises UserError for a request that cannot run, ClosedError while draining or closed.
+        priority, owner: as in `Request`.
+
+        Raises UserError for a request that cannot run, OverloadedError if too much is waiting,
+        ClosedError while draining or closed.
         """
         if seed is None:
             seed = secrets.randbits(63)
         requests = [
-            self.engine.prepare(prompt, params, choice=choice, seed=seed)
+            self.engine.prepare(
+                prompt, params, choice=choice, seed=seed, priority=priority, owner=owner
+            )
             for choice in range(params.n)
         ]
         stream = RequestStream(self, requests)
         with self._changed:
             if not self._accepts:
                 raise ClosedError("the engine is shutting down; it takes no new requests")
+            arriving = [request for other in self._arrived for request in other.requests]
+            self.engine.check_load([*arriving, *requests])
             self._arrived.append(stream)
             self._streams |= {request.id: stream for request in requests}
             self._changed.notify_all()

@@ -1,23 +1,19 @@
 """Paged key/value memory for target and drafter.
 
-A `PagePool` hands out pages; a `PageTable` says which pages a request holds; a `KVStore` is the
-memory of one model, indexed by the slots of those pages. Target and drafter have a store each and
-share the tables, so one budget and one bookkeeping serve both.
+A `KVStore` is the memory of one model, indexed by the slots of pages (nn.pages). Target and drafter
+have a store each and share the page tables, so one budget and one bookkeeping serve both.
 
-Slots of a page are consecutive. The pool prefers consecutive pages, and then a request's keys are a
-view of the store; otherwise they are gathered.
+Slots of a page are consecutive. Where the pages of a table are consecutive too, a request's keys
+are a view of the store; otherwise they are gathered.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.core.errors import DSparkError
-
-
-class OutOfPagesError(DSparkError):
-    """The pool cannot give the pages asked for; the request must wait or be preempted."""
+from dspark.nn.pages import PageCopies, PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,94 +39,6 @@ class KVShape:
         return sum(widths) * dtype.itemsize
 
 
-class PageTable:
-    """The pages of one request, in order of position."""
-
-    __slots__ = ("_slots", "page_size", "pages")
-
-    def __init__(self, pages: list[int], page_size: int) -> None:
-        self.pages = pages
-        self.page_size = page_size
-        self._slots: Tensor | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Tokens the pages hold."""
-        return len(self.pages) * self.page_size
-
-    @property
-    def first_slot(self) -> int | None:
-        """The first slot if the pages are consecutive, else None."""
-        if all(b == a + 1 for a, b in zip(self.pages, self.pages[1:], strict=False)):
-            return self.pages[0] * self.page_size if self.pages else 0
-        return None
-
-    def slots(self, start: int, end: int) -> Tensor:
-        """int64 slots of positions start .. end - 1."""
-        assert 0 <= start <= end <= self.capacity, (start, end, self.capacity)
-        if self._slots is None or len(self._slots) != self.capacity:
-            pages = torch.tensor(self.pages, dtype=torch.int64)
-            offsets = torch.arange(self.page_size, dtype=torch.int64)
-            self._slots = (pages[:, None] * self.page_size + offsets).flatten()
-        return self._slots[start:end]
-
-
-class PagePool:
-    """Who owns which page. `free + used == total` after anything (law 6)."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        assert num_pages > 0 and page_size > 0, (num_pages, page_size)
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self._free = [True] * num_pages
-
-    @property
-    def free_pages(self) -> int:
-        return sum(self._free)
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def allocate(self, tokens: int) -> PageTable:
-        """Pages for `tokens` tokens: the first consecutive run that fits, else whatever is free."""
-        count = self.pages_for(tokens)
-        if count > self.free_pages:
-            raise OutOfPagesError(
-                f"{count} pages needed, {self.free_pages} of {self.num_pages} free"
-            )
-        pages = (
-            self._first_run(count) or [page for page, free in enumerate(self._free) if free][:count]
-        )
-        for page in pages:
-            self._free[page] = False
-        return PageTable(pages, self.page_size)
-
-    def release(self, table: PageTable) -> None:
-        for page in table.pages:
-            assert not self._free[page], f"page {page} released twice"
-            self._free[page] = True
-        table.pages = []
-
-    def check_integrity(self, tables: list[PageTable]) -> None:
-        """Every page is free or held by exactly one table."""
-        held = [page for table in tables for page in table.pages]
-        assert len(held) == len(set(held)), "a page is held twice"
-        assert len(held) + self.free_pages == self.num_pages, (
-            len(held),
-            self.free_pages,
-            self.num_pages,
-        )
-        assert not any(self._free[page] for page in held), "a held page is marked free"
-
-    def _first_run(self, count: int) -> list[int] | None:
-        run = 0
-        for page, free in enumerate(self._free):
-            run = run + 1 if free else 0
-            if run == count:
-                return list(range(page - count + 1, page + 1))
-        return None
-
-
 class KVStore:
     """Keys and values of every layer of one model, addressed by slot."""
 
@@ -149,11 +57,11 @@ class KVStore:
         self.num_slots = num_slots
         rows = num_slots + read_ahead
         self.keys = [
-            torch.zeros(rows, heads, dim, dtype=dtype, device=device)
+            _zeros((rows, heads, dim), dtype, device)
             for heads, dim in zip(shape.heads, shape.key_dims, strict=True)
         ]
         self.values = [
-            torch.zeros(rows, heads, dim, dtype=dtype, device=device)
+            _zeros((rows, heads, dim), dtype, device)
             for heads, dim in zip(shape.heads, shape.value_dims, strict=True)
         ]
 
@@ -176,3 +84,23 @@ class KVStore:
         if padded > length:
             slots = torch.cat([slots, slots[-1:].expand(padded - length)])
         return self.keys[layer][slots], self.values[layer][slots]
+
+    def copy(self, copies: PageCopies, page_size: int) -> None:
+        """Copies whole pages; no page is both read and written."""
+        if not copies:
+            return
+        offsets = torch.arange(page_size)
+        source, to = (
+            (torch.tensor(pages)[:, None] * page_size + offsets).flatten()
+            for pages in zip(*copies, strict=True)
+        )
+        for memory in (*self.keys, *self.values):
+            memory[to] = memory[source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros that take no memory on a CPU until they are written: a budget is not its use."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    bits = torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}"))
+    return bits.view(dtype)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dspark.core.sampling import SamplingParams
-from dspark.nn.kv_cache import KVShape, KVStore, PageTable
+from dspark.nn.kv_cache import KVShape, KVStore
+from dspark.nn.pages import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ class RaggedBatch:
     prompt_from: int | None = None
     """Rows from here on are prompts, which kernels for many rows may serve; None: there are none.
 
-    A token's row must be of the same kind whenever it is computed, or exactness ends."""
+    A token's row must be of the same kind whenever it is computed, or exactness ends. So pages of
+    prompts are shared with other prompts only, and generated tokens that a preemption lost are
+    computed again as rows before this one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ def closed_loop(
         (len(job.prompt) + job.params.max_new_tokens for job in jobs),
         max_requests=concurrency,
         row_exact=policy.drafts if row_exact is None else row_exact,
+        prefix_cache=False,  # jobs repeat prompts, and every one is to be read
     )
     engine = Engine(llm.loaded.target, llm.drafter, policy, config)
     texts: list[list[int]] = [[] for _ in jobs]

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from dspark.data.template import TokenIds
 from dspark.nn.attention import KEY_TILE
-from dspark.nn.kv_cache import KVStore, PagePool, PageTable
+from dspark.nn.kv_cache import KVStore
+from dspark.nn.pages import PagePool, PageTable
 from dspark.nn.seams import RaggedBatch, Target
 
 _ROWS = 512

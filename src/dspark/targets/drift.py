@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dspark.nn.attention import KEY_TILE
-from dspark.nn.kv_cache import KVStore, PagePool
+from dspark.nn.kv_cache import KVStore
+from dspark.nn.pages import PagePool
 from dspark.nn.seams import RaggedBatch, Target
 
 _PASSAGE = """The harbour was quiet before sunrise. Two engineers walked along the pier and counted
