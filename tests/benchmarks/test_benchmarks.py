@@ -22,7 +22,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts import each other from their own folder, as they do when they are run."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("common", "single_stream", "llama_cpp"):
+    for name in ("common", "single_stream", "llama_cpp", "weights"):
         sys.modules.pop(name, None)
 
 
@@ -58,6 +58,24 @@ def test_single_stream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert "plain / transformers: math" in out
     assert "DSpark / plain, fixed:3 at temperature 1: math" in out
+
+
+def test_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import weights
+
+    common = ["--files", str(folder / "gsm8k.jsonl"), "--target", str(folder / "target"),
+              "--limit", "1", "--max-new-tokens", "5"]  # fmt: skip
+    kinds = ["--kind", "fp32", "--kind", "int8"]
+    result = weights.main(
+        [*common, *kinds, "--draft", str(folder / "draft"), "--policy", "fixed:2"]
+    )
+    assert {*result["tokens_per_second"]} == {
+        "transformers", "fp32 off", "fp32 fixed:2", "int8 off", "int8 fixed:2"
+    }  # fmt: skip
+    assert result["over_transformers"]["transformers"] == 1.0
+    assert "int8 fixed:2" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no 4-bit grid"):
+        weights.main([*common, "--kind", "q4", "--draft", "none"])
 
 
 def test_single_stream_needs_a_drafter(folder: Path) -> None:
