@@ -20,12 +20,12 @@ from dspark.drafters.fused import (
     weight_of,
 )
 from dspark.nn.binding import embed, finish_logits
-from dspark.nn.block_attention import block_attention
+from dspark.nn.attention import AttentionPlan, ragged_attention
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.layers import rms_norm, rotary_angles, rotate
 from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows, probs_from_logits, race
-from dspark.nn.seams import Binding, DraftBlock, DraftNoise
+from dspark.nn.seams import Binding, DraftBlock, DraftNoise, RaggedBatch
 
 
 class DSparkDrafter:
@@ -174,24 +174,14 @@ class DSparkDrafter:
             anchor_positions_R[:, None] + torch.arange(K, device=anchors_R.device)
         ).flatten()
         angles = rotary_angles(positions, config.head_dim, config.rope_theta)
-        lengths = anchor_positions_R.tolist()
+        plan = AttentionPlan.build(_blocks(tokens_RK, anchor_positions_R.tolist(), tables))
         x = embed(self._binding, tokens_RK.flatten())
         for index, layer in enumerate(self._layers):
             q, k, v = layer.heads(x, angles, config.rms_norm_eps)
-            parts = []
-            for r in range(R):
-                context_k, context_v = store.read(index, tables[r], lengths[r], lengths[r])
-                block = slice(r * K, (r + 1) * K)
-                parts.append(
-                    block_attention(
-                        q[None, block],
-                        context_k.float(),
-                        context_v.float(),
-                        k[None, block],
-                        v[None, block],
-                    )[0]
-                )
-            x = layer.finish(x, torch.cat(parts) if R > 1 else parts[0], config.rms_norm_eps)
+            # The block's own keys and values lie behind the context until the text has grown there.
+            store.write(index, plan.batch.slots_N, k, v)
+            attended = ragged_attention(q, plan, store, index, scale=config.head_dim**-0.5)
+            x = layer.finish(x, attended.reshape(R * K, -1), config.rms_norm_eps)
         return rms_norm(x, self._norm, config.rms_norm_eps).view(R, K, -1)
 
     def _confidence_logits(self, hidden_RKD: Tensor, previous_RK: Tensor) -> Tensor | None:
@@ -201,3 +191,23 @@ class DSparkDrafter:
             assert self._markov is not None
             hidden_RKD = torch.cat([hidden_RKD, self._markov.w1_Vr[previous_RK]], -1)
         return F.linear(hidden_RKD, *self._confidence)[..., 0]
+
+
+def _blocks(
+    tokens_RK: Tensor, lengths: Sequence[int], tables: Sequence[PageTable]
+) -> RaggedBatch:
+    """R blocks as rows of one step. Every row stands at its block's last position: causal attention
+    then sees the whole block."""
+    R, K = tokens_RK.shape
+    ends = [length + K for length in lengths]
+    device = tokens_RK.device
+    return RaggedBatch(
+        tokens_N=tokens_RK.flatten(),
+        positions_N=torch.tensor(ends, device=device).sub_(1).repeat_interleave(K),
+        requests_N=torch.arange(R, device=device).repeat_interleave(K),
+        slots_N=torch.cat([t.slots(e - K, e) for t, e in zip(tables, ends, strict=True)]),
+        starts=tuple(range(0, (R + 1) * K, K)),
+        context_lengths=tuple(ends),
+        tables=tuple(tables),
+        exact=False,
+    )

@@ -116,7 +116,7 @@ class Engine:
         owner: str = "",
     ) -> Request:
         """The first part of `add`: checks everything, changes nothing, may run in any thread."""
-        limit = min(self.target.max_context, self.memory.tokens)
+        limit = min(self.target.max_context, self.memory.tokens - self.memory.beyond)
         check_request(prompt, params, self.target.vocab_size, limit, self.tokenizer is not None)
         if params.temperature > 0:
             check_rule(self.policy, params.rule)

@@ -50,6 +50,8 @@ class KVMemory:
                 device=target.device,
             )
         self.config = config
+        self.beyond = drafter.block_size if drafter is not None else 0
+        """Positions after the end of a text that its last draft block may cover."""
         self.counts = MemoryCounts()
         self.index = PrefixIndex()
         self.pool = PagePool(
@@ -106,7 +108,8 @@ class KVMemory:
     def reserve(self, state: RequestState, tokens: int) -> bool:
         """Lets a request write positions below `tokens`; False, and nothing changed, for want of
         pages."""
-        copies = self.pool.grow(state.table, tokens, state.request.most_tokens)
+        most_tokens = state.request.most_tokens + self.beyond
+        copies = self.pool.grow(state.table, tokens, most_tokens)
         if copies is None:
             return False
         self._copy(copies)

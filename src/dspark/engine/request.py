@@ -122,8 +122,9 @@ class RequestState:
         return tuple(self.output[start : min(start + most, len(self.output) - 1)])
 
     def reach(self, start: int, block_size: int) -> int:
-        """Positions below this may be written by a round whose anchor is at `start`."""
-        return start + 1 + min(block_size, self.remaining - 1)
+        """Positions below this may be written by a round whose anchor is at `start`, the draft
+        block's own keys and values included, though the text may end before them."""
+        return start + 1 + block_size
 
     @property
     def anchor(self) -> int:
