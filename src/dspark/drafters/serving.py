@@ -19,8 +19,8 @@ from dspark.drafters.fused import (
     plain_linear,
     weight_of,
 )
-from dspark.nn.binding import embed, finish_logits
 from dspark.nn.attention import AttentionPlan, ragged_attention
+from dspark.nn.binding import embed, finish_logits
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.layers import rms_norm, rotary_angles, rotate
 from dspark.nn.pages import PageTable
@@ -193,9 +193,7 @@ class DSparkDrafter:
         return F.linear(hidden_RKD, *self._confidence)[..., 0]
 
 
-def _blocks(
-    tokens_RK: Tensor, lengths: Sequence[int], tables: Sequence[PageTable]
-) -> RaggedBatch:
+def _blocks(tokens_RK: Tensor, lengths: Sequence[int], tables: Sequence[PageTable]) -> RaggedBatch:
     """R blocks as rows of one step. Every row stands at its block's last position: causal attention
     then sees the whole block."""
     R, K = tokens_RK.shape

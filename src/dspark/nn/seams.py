@@ -189,6 +189,7 @@ class Drafter(Protocol):
         """Drafts a block after each anchor (the last emitted token, whose K/V nobody has yet).
 
         Attends to context K/V at positions 0 .. anchor_position - 1 (strictly before the anchor).
+        The tables hold `block_size` positions more, where the block's own K/V may lie meanwhile.
         `texts` are each request's tokens so far, prompt and output; the last one is its anchor.
         """
         ...
