@@ -30,7 +30,10 @@ from dspark.drafters.config import DSparkConfig
 CONFIG, WEIGHTS, DRAFT_TOKENS, CARD = (
     "config.json", "model.safetensors", "draft_tokens.safetensors", "README.md",
 )  # fmt: skip
-_REPLACEABLE = {CONFIG, WEIGHTS, DRAFT_TOKENS, CARD, "calibration.json", "cost_table.json"}
+_REPLACEABLE = {
+    CONFIG, WEIGHTS, DRAFT_TOKENS, CARD, "calibration.json", "calibration.sglang.json",
+    "calibration.tensorrt-llm.json", "cost_table.json",
+}  # fmt: skip
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

@@ -14,6 +14,7 @@ import typer
 
 from dspark import __version__
 from dspark.cli.bench import bench
+from dspark.cli.calibrate import calibrate
 from dspark.cli.doctor import doctor
 from dspark.cli.eval import evaluate
 from dspark.cli.generate import generate
@@ -24,6 +25,7 @@ from dspark.core.errors import DSparkError
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "generate": generate,
     "train": train,
+    "calibrate": calibrate,
     "eval": evaluate,
     "bench": bench,
     "doctor": doctor,

@@ -59,7 +59,7 @@ def closed_loop(
         row_exact=policy.drafts if row_exact is None else row_exact,
         prefix_cache=False,  # jobs repeat prompts, and every one is to be read
     )
-    engine = Engine(llm.loaded.target, llm.drafter, policy, config)
+    engine = Engine(llm.loaded.target, llm.drafter, policy, config, calibration=llm.calibration)
     texts: list[list[int]] = [[] for _ in jobs]
     sent, first, last = ([0.0] * len(jobs) for _ in range(3))
     following = 0

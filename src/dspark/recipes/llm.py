@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from dspark.calibration.serving import Calibration, Uncalibrated
 from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import ConfigError, PromptError
 from dspark.core.records import FinishReason, StepRecord, TokenFate
@@ -19,6 +20,7 @@ from dspark.engine.request import TokenEvent
 from dspark.nn.linear import WeightKind
 from dspark.nn.seams import Drafter
 from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle
+from dspark.recipes.calibration import serving_calibration
 from dspark.recipes.progress import Progress
 from dspark.recipes.values import set_threads
 from dspark.scheduling.parse import parse_policy
@@ -76,6 +78,7 @@ class LLM:
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8); None picks for the processor.
     threads: CPU threads for torch; None leaves torch's own choice.
     max_requests: how many prompts decode at once; more wait.
+    calibrated: use the bundle's `calibration.json`; False only to measure the head as it is.
     progress: where start-up lines go; silent by default.
 
     Raises subclasses of UserError (`dspark.core.errors`) for anything wrong with these.
@@ -92,6 +95,7 @@ class LLM:
         max_requests: int = 32,
         device: str = "cpu",
         trust_remote_code: bool = False,
+        calibrated: bool = True,
         progress: Progress | None = None,
     ) -> None:
         set_threads(threads)
@@ -100,6 +104,10 @@ class LLM:
             draft = shipped_bundle() if target is None else None
         # Before the target, which takes longer: a wrong path is told at once.
         bundle = None if draft is None or draft == LOOKUP else read_bundle(Path(draft))
+        self.calibration: Calibration = Uncalibrated()
+        if bundle is not None and calibrated:
+            self.calibration = serving_calibration(bundle, progress.say)
+        self.bundle_folder: Path | None = None if bundle is None else bundle.path
         self.loaded: LoadedTarget = load_target(
             target,
             weights=weights,
@@ -240,7 +248,12 @@ class Generation:
             row_exact=row_exact,
         )
         self.engine = Engine(
-            llm.loaded.target, llm.drafter, policy, config, tokenizer=self._tokenizer
+            llm.loaded.target,
+            llm.drafter,
+            policy,
+            config,
+            tokenizer=self._tokenizer,
+            calibration=llm.calibration,
         )
         for prompt, own, seed in zip(self._prompts, params, self._seeds, strict=True):
             self.engine.add(prompt, own, seed=seed)

@@ -1,0 +1,28 @@
+"""Temperatures in the shapes that other engines read."""
+
+from typing import Any
+
+from dspark.calibration.table import Entry
+from dspark.core.errors import ConfigError
+
+FORMATS = ("sglang", "tensorrt-llm")
+
+
+def export(entry: Entry, form: str, *, dataset: str) -> dict[str, Any]:
+    """One condition's temperatures as SGLang's `--speculative-dspark-confidence-sts-path` or
+    TensorRT-LLM's `confidence_calibration_path` takes them; ConfigError for another `form`.
+
+    dataset: for SGLang's record of where they come from.
+    """
+    if form == "sglang":
+        positions = entry.positions
+        return {
+            "temperatures": [*entry.temperatures],
+            "dataset": dataset,
+            "num_samples": entry.rounds_fitted,
+            "ece_before": sum(p["ece_before"] for p in positions) / len(positions),
+            "ece_after": sum(p["ece_after"] for p in positions) / len(positions),
+        }
+    if form == "tensorrt-llm":
+        return {"sts_temperatures": [*entry.temperatures]}
+    raise ConfigError(f"format is {form!r}; it must be {' or '.join(FORMATS)}")

@@ -1,0 +1,170 @@
+"""`calibration.json`: the temperatures that lie in a draft bundle, by condition."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark.calibration.arrays import FloatArray
+from dspark.calibration.condition import CandidateSet, Condition
+from dspark.calibration.confidence import checked_temperatures
+from dspark.core.errors import CheckpointError, ConfigError
+from dspark.core.sampling import SamplingParams
+
+FILE = "calibration.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What was fitted for one condition."""
+
+    temperatures: tuple[float, ...]
+    mean_survival: tuple[float, ...]
+    """[K] shares of prefixes accepted: what to expect of a request that nothing is known of."""
+    positions: tuple[dict[str, Any], ...]
+    """`PositionReport`s of held-out rounds."""
+    rounds_fitted: int
+    rounds_held_out: int
+    prompts_fitted: int
+    prompts_held_out: int
+    command: str
+    """How it was made."""
+    data_sha256: str
+    """Of the rounds that it was fitted and measured on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationTable:
+    """Everything in a `calibration.json`."""
+
+    block_size: int
+    weights_sha256: str
+    """Of the `model.safetensors` whose confidences it calibrates."""
+    entries: Mapping[Condition, Entry] = field(default_factory=dict)
+
+    @property
+    def temperatures(self) -> dict[Condition, FloatArray]:
+        """[K] per condition."""
+        return {c: np.array(entry.temperatures) for c, entry in self.entries.items()}
+
+    def with_entry(self, condition: Condition, entry: Entry) -> "CalibrationTable":
+        """This table, with one condition added or replaced."""
+        return replace(self, entries={**self.entries, condition: entry})
+
+    def to_json(self) -> dict[str, Any]:
+        conditions = [
+            {**condition.to_json(), **_plain(entry)} for condition, entry in self.entries.items()
+        ]
+        default = [e.positions for c, e in self.entries.items() if c.is_default]
+        return {
+            "format_version": FORMAT_VERSION,
+            "block_size": self.block_size,
+            "weights_sha256": self.weights_sha256,
+            "positions": [*default[0]] if default else None,
+            "conditions": conditions,
+        }
+
+
+def write_table(table: CalibrationTable, path: Path) -> None:
+    """Writes the file whole or not at all; CheckpointError where it cannot be written."""
+    text = json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n"
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path} ({error.strerror})") from error
+
+
+def read_table(path: Path, *, block_size: int, weights_sha256: str) -> CalibrationTable:
+    """Reads and checks a calibration; a one-line CheckpointError for anything wrong with it.
+
+    block_size, weights_sha256: the drafter's, which must be those that it was made for.
+    """
+    try:
+        table = _parse(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path} ({error.strerror})") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: not a calibration ({error}); calibrate this bundle again, or delete the file"
+        ) from error
+    if table.block_size != block_size:
+        raise CheckpointError(
+            f"{path}: fitted for blocks of {table.block_size}, the drafter's block is "
+            f"{block_size}; calibrate this bundle again, or delete the file"
+        )
+    if table.weights_sha256 != weights_sha256:
+        raise CheckpointError(
+            f"{path}: fitted for weights with hash {table.weights_sha256[:12]}, the bundle's are "
+            f"{weights_sha256[:12]}; calibrate this bundle again, or delete the file"
+        )
+    return table
+
+
+def file_sha256(path: Path) -> str:
+    """CheckpointError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path} ({error.strerror})") from error
+
+
+def writable(path: Path) -> bool:
+    """Whether `write_table` could write there: known before the long work."""
+    return path.parent.is_dir() and os.access(path.parent, os.W_OK)
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    return {item.name: _listed(getattr(entry, item.name)) for item in fields(entry)}
+
+
+def _listed(value: Any) -> Any:
+    return [*value] if isinstance(value, tuple) else value
+
+
+def _parse(document: Any) -> CalibrationTable:
+    if not isinstance(document, dict) or document.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"format_version must be {FORMAT_VERSION}")
+    block_size, weights = document["block_size"], document["weights_sha256"]
+    if type(block_size) is not int or block_size < 1 or not isinstance(weights, str):
+        raise ValueError("block_size must be a positive integer and weights_sha256 a string")
+    if not isinstance(document["conditions"], list) or not document["conditions"]:
+        raise ValueError("conditions must be a list with at least one entry")
+    entries: dict[Condition, Entry] = {}
+    for record in document["conditions"]:
+        condition, entry = _parse_condition(record, block_size)
+        if condition in entries:
+            raise ValueError(f"the condition '{condition}' is there twice")
+        entries[condition] = entry
+    return CalibrationTable(block_size=block_size, weights_sha256=weights, entries=entries)
+
+
+def _parse_condition(record: Any, block_size: int) -> tuple[Condition, Entry]:
+    if not isinstance(record, dict):
+        raise ValueError("a condition must be an object")
+    record = {key: tuple(v) if isinstance(v, list) else v for key, v in record.items()}
+    own = [item.name for item in fields(Condition)]
+    entry = Entry(**{key: value for key, value in record.items() if key not in own})
+    proposals = CandidateSet(record["candidates"], record["draft_vocabulary"])
+    for name, count in asdict(proposals).items():
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{name} is {count!r}; it must be at least 1")
+    sampling = SamplingParams(
+        verification=record["rule"], **{key: record[key] for key in own[1:-2]}
+    )
+    condition = Condition.of(sampling, proposals)
+    checked_temperatures(entry.temperatures, block_size=block_size)
+    survival = np.asarray(entry.mean_survival, dtype=np.float64)
+    if survival.shape != (block_size,) or not ((survival >= 0) & (survival <= 1)).all():
+        raise ValueError(f"mean_survival must hold {block_size} shares")
+    return condition, entry

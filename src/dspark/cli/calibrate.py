@@ -1,0 +1,154 @@
+"""`dspark calibrate`: make a drafter's confidences probabilities, and say how good they are."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dspark.cli import options
+from dspark.cli.output import Screen, print_note
+from dspark.cli.table import number, table
+from dspark.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from dspark.recipes.calibrate import CalibrationResult
+
+
+def calibrate(
+    prompts: options.Prompts = None,
+    split: options.Split = None,
+    limit: options.Limit = None,
+    samples: Annotated[int, typer.Option(help="Texts per prompt, each with its own seed.")] = 1,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    verification: Annotated[
+        str, typer.Option(help="Verification rule: rejection or coupled.")
+    ] = "rejection",
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    max_new_tokens: options.MaxNewTokens = 256,
+    seed: Annotated[
+        int, typer.Option(help="Every text's seed is derived from it, the file, line and sample.")
+    ] = 0,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the rounds there: the same command goes on where it was interrupted.",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Also write the temperatures for sglang or tensorrt-llm.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where --format writes. Default: calibration.FORMAT.json in the bundle.",
+            show_default=False,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw the reliability diagram (.png, .svg).", show_default=False
+        ),
+    ] = None,
+    max_requests: Annotated[int, typer.Option(help="Texts generated at once.")] = 32,
+    weights: options.Weights = None,
+    threads: options.Threads = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Fit the bundle's confidence temperatures on half of the prompts, report on the other half."""
+    from dspark.recipes.calibrate import calibrate as fit
+    from dspark.recipes.calibrate import check_files, draw, export_file
+    from dspark.recipes.llm import LLM
+    from dspark.recipes.progress import Progress
+    from dspark.recipes.prompt_sets import gather_prompts
+    from dspark.recipes.values import rule_value, weights_value
+
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        verification=rule_value(verification),
+    )
+    check_files(form, output, plot)
+    progress = Progress()
+    chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
+    llm = LLM(
+        target,
+        draft=draft or "auto",
+        weights=weights_value(weights),
+        threads=threads,
+        max_requests=max_requests,
+        calibrated=False,
+        progress=progress,
+    )
+    result = fit(
+        llm,
+        chosen,
+        sampling,
+        command=shlex.join(["dspark", *sys.argv[1:]]),
+        samples=samples,
+        seed=seed,
+        run=run,
+        progress=progress,
+    )
+    screen = Screen()
+    screen.print(report(result))
+    if form is not None:
+        print_note(f"{form}: {export_file(result, form, output)}")
+    if plot is not None:
+        draw(result, plot)
+        print_note(f"reliability diagram: {plot}")
+    if json:
+        screen.json(result.to_json())
+
+
+def report(result: "CalibrationResult") -> str:
+    """The result for people."""
+    header = ["position", "rounds", "accepted", "temperature", "ECE before", "ECE after",
+              "95% interval", "floor", "AUC", "Brier", "bias"]  # fmt: skip
+    rows = [
+        [
+            str(p.position),
+            str(p.samples),
+            f"{p.accepted:.1%}",
+            f"{p.temperature:.2f}",
+            f"{p.ece_before:.1%}",
+            f"{p.ece_after:.1%}",
+            "-" if p.ece_after_ci95 is None else "{:.1%} to {:.1%}".format(*p.ece_after_ci95),
+            f"{p.ece_floor:.1%}",
+            number(p.auc, ".3f"),
+            f"{p.brier:.3f}",
+            f"{p.bias:+.1%}",
+        ]
+        for p in result.positions
+    ]
+    entry = result.entry
+    return "\n".join([
+        f"condition: {result.condition}",
+        f"fitted on {entry.rounds_fitted} rounds of {entry.prompts_fitted} prompts; reported on "
+        f"{entry.rounds_held_out} rounds of {entry.prompts_held_out} others:",
+        "",
+        table(header, rows),
+        "",
+        f"mean ECE {result.mean_ece_before:.1%} before, {result.mean_ece_after:.1%} after; a "
+        f"perfect predictor would show {result.mean_ece_floor:.1%} on as many rounds.",
+        *(f"note: {remark}" for remark in result.remarks),
+        f"written to {result.path}",
+    ])  # fmt: skip

@@ -1,0 +1,45 @@
+"""A bundle's calibration, from its file to what the engine uses."""
+
+from collections.abc import Callable
+
+from dspark.calibration.condition import CandidateSet
+from dspark.calibration.serving import Calibration, FixedCalibration, Uncalibrated
+from dspark.calibration.table import FILE, CalibrationTable, file_sha256, read_table
+from dspark.checkpoints.bundle import Bundle
+from dspark.checkpoints.native import WEIGHTS
+
+
+def candidate_set(bundle: Bundle) -> CandidateSet:
+    """What the bundle's drafter proposes from, as it is served."""
+    ids = bundle.draft_token_ids
+    vocabulary = bundle.config.vocab_size if ids is None else len(ids)
+    return CandidateSet(min(bundle.candidates, vocabulary) or vocabulary, vocabulary)
+
+
+def read_calibration(bundle: Bundle) -> CalibrationTable | None:
+    """The bundle's calibration; None without one. CheckpointError for one that is broken, or was
+    fitted for other weights or another block size."""
+    path = bundle.path / FILE
+    if not path.exists():
+        return None
+    return read_table(
+        path,
+        block_size=bundle.config.block_size,
+        weights_sha256=file_sha256(bundle.path / WEIGHTS),
+    )
+
+
+def serving_calibration(bundle: Bundle, say: Callable[[str], None]) -> Calibration:
+    """What an engine takes. `say` is told what it is, and of every substitute condition."""
+    if not bundle.config.enable_confidence_head:
+        say("calibration: this bundle has no confidence head; policies off and fixed:N need none")
+        return Uncalibrated()
+    table = read_calibration(bundle)
+    if table is None:
+        say(
+            "calibration: none in this bundle, so confidences count as the head gives them "
+            "(dspark calibrate makes one)"
+        )
+        return Uncalibrated()
+    say(f"calibration: {'; '.join(str(condition) for condition in table.entries)}")
+    return FixedCalibration(table.temperatures, candidate_set(bundle), say=say)

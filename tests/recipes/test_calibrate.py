@@ -1,0 +1,224 @@
+"""`calibrate` on a tiny target: what it fits is what its rounds say, and what engines then use."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dspark.calibration.condition import CandidateSet, Condition
+from dspark.calibration.report import report
+from dspark.calibration.scaling import fit_temperatures
+from dspark.calibration.serving import FixedCalibration, Uncalibrated
+from dspark.checkpoints.native import read_bundle, write_bundle
+from dspark.core.errors import CheckpointError, ConfigError, DataError
+from dspark.core.sampling import SamplingParams
+from dspark.data.prompts import read_prompts
+from dspark.recipes.calibrate import calibrate, check_files, draw, export_file, split_halves
+from dspark.recipes.calibration import candidate_set, read_calibration
+from dspark.recipes.llm import LLM
+from dspark.recipes.round_file import RoundFile
+from tests.recipes.tiny import BLOCK, write_all, write_draft, write_target
+
+SAMPLED = SamplingParams(max_new_tokens=40, verification="rejection")
+GREEDY = dataclasses.replace(SAMPLED, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibrate")
+    write_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(str(folder / "target"), draft=folder / "draft", weights="fp32", max_requests=8)
+
+
+@pytest.fixture(scope="module")
+def prompts(folder):
+    return read_prompts(folder / "math.jsonl")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def result(llm, prompts, run):
+    return calibrate(llm, prompts, SAMPLED, command="a test", samples=2, run=run)
+
+
+def settings_of(run):
+    header = json.loads((run / "rounds.jsonl").read_text().splitlines()[0])
+    return {key: value for key, value in header.items() if key != "format"}
+
+
+def test_the_stored_figures_are_what_the_code_makes_of_the_rounds(result, run, folder):
+    """A refit from the rounds on disk: figures in a bundle cannot drift from the code."""
+    texts = RoundFile(run / "rounds.jsonl", settings_of(run)).texts
+    assert len(texts) == 12
+    fitted, held_out = split_halves(texts, BLOCK)
+    stored = read_calibration(read_bundle(folder / "draft")).entries[result.condition]
+    assert stored.temperatures == tuple(fit_temperatures(fitted))
+    again = report(held_out, stored.temperatures, seed=0)
+    assert json.loads(json.dumps([p.to_json() for p in again])) == [*stored.positions]
+    assert again == result.positions
+    assert stored.rounds_fitted == len(fitted) == result.entry.rounds_fitted
+    assert stored.mean_survival == fitted.mean_survival
+
+
+def test_the_halves_share_no_prompt_and_lose_no_round(run):
+    texts = RoundFile(run / "rounds.jsonl", settings_of(run)).texts
+    fitted, held_out = split_halves(texts, BLOCK)
+    assert not {*fitted.prompts_N} & {*held_out.prompts_N}
+    assert len({*fitted.prompts_N}) == len({*held_out.prompts_N}) == 3
+    assert len(fitted) + len(held_out) == sum(map(len, texts.values()))
+
+
+def test_rounds_verify_whole_blocks_but_for_the_end_of_a_text(run):
+    texts = RoundFile(run / "rounds.jsonl", settings_of(run)).texts
+    for rounds in texts.values():
+        assert all(judged == BLOCK for _, judged, _ in rounds[:-BLOCK])
+
+
+def test_a_finished_run_is_not_run_again_and_gives_the_same(llm, prompts, run, result, monkeypatch):
+    monkeypatch.setattr(llm.loaded.target, "forward", None)  # calling it would fail
+    again = calibrate(llm, prompts, SAMPLED, command="a test", samples=2, run=run)
+    assert again.to_json() == result.to_json()
+    assert again.entry == result.entry
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same(
+    llm, prompts, run, result, tmp_path, monkeypatch
+):
+    """Under `rejection` a text depends on its own noise alone: it may be written in any batch."""
+    lines = (run / "rounds.jsonl").read_text().splitlines(keepends=True)
+    torn = "".join(lines[:5]) + lines[5][:40]
+    (tmp_path / "rounds.jsonl").write_text(torn)
+    again = calibrate(llm, prompts, SAMPLED, command="a test", samples=2, run=tmp_path)
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == len(lines)
+    assert again.entry.rounds_fitted == result.entry.rounds_fitted
+
+
+def test_a_run_folder_of_other_settings_is_refused(llm, prompts, run, result):
+    with pytest.raises(DataError, match="with seed 0, not 1; give another --run folder"):
+        calibrate(llm, prompts, SAMPLED, command="", seed=1, run=run)
+
+
+def test_conditions_lie_side_by_side_and_the_nearest_serves(llm, prompts, folder, result):
+    calibrate(llm, prompts, GREEDY, command="greedy", samples=1)
+    lines = []
+
+    class Saying:
+        say = lines.append
+
+    served = LLM(str(folder / "target"), draft=folder / "draft", weights="fp32", progress=Saying())
+    assert isinstance(served.calibration, FixedCalibration)
+    temperatures = served.calibration.snapshot().temperatures
+    assert [*temperatures] == [
+        Condition(candidates=64, draft_vocabulary=264),
+        Condition(temperature=0.0, candidates=64, draft_vocabulary=264),
+    ]
+    assert temperatures[result.condition].tolist() == [*result.entry.temperatures]
+    assert any(line.startswith("calibration: rejection, temperature 1") for line in lines)
+    served.start([[5, 6]], SamplingParams(temperature=0.9, max_new_tokens=2))
+    assert "using the nearest: rejection, temperature 1" in lines[-1]
+
+
+def test_without_a_calibration_the_start_says_so(folder, tmp_path):
+    bundle = write_draft(tmp_path / "draft", folder / "target")
+    lines = []
+
+    class Saying:
+        say = lines.append
+
+    llm = LLM(str(folder / "target"), draft=bundle, weights="fp32", progress=Saying())
+    assert isinstance(llm.calibration, Uncalibrated)
+    assert any("calibration: none in this bundle" in line for line in lines)
+
+
+def test_a_calibration_of_other_weights_is_refused_at_load_and_replaced_by_a_new_one(
+    folder, prompts, result, tmp_path
+):
+    bundle = write_draft(tmp_path / "draft", folder / "target")
+    document = json.loads((folder / "draft" / "calibration.json").read_text())
+    document["weights_sha256"] = "0" * 64
+    (bundle / "calibration.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="fitted for weights with hash 000000000000"):
+        LLM(str(folder / "target"), draft=bundle, weights="fp32")
+    llm = LLM(str(folder / "target"), draft=bundle, weights="fp32", calibrated=False)
+    calibrate(llm, prompts, SAMPLED, command="", samples=2)
+    assert len(read_calibration(read_bundle(bundle)).entries) == 1
+
+
+def test_a_bundle_without_a_confidence_head_is_refused_by_name(folder, prompts, tmp_path):
+    whole = read_bundle(write_draft(tmp_path / "whole", folder / "target"))
+    config = dataclasses.replace(
+        whole.config, enable_confidence_head=False, confidence_head_with_markov=False
+    )
+    tensors = {k: v for k, v in whole.tensors.items() if not k.startswith("confidence_head")}
+    write_bundle(tmp_path / "bare", config=config, info=whole.info, tensors=tensors, card="")
+    llm = LLM(str(folder / "target"), draft=tmp_path / "bare", weights="fp32")
+    with pytest.raises(CheckpointError, match="bare has no confidence head"):
+        calibrate(llm, prompts, SAMPLED, command="")
+
+
+def test_nothing_to_calibrate_is_refused(folder, prompts, llm):
+    plain = LLM(str(folder / "target"), weights="fp32")
+    with pytest.raises(ConfigError, match="no drafter to calibrate"):
+        calibrate(plain, prompts, SAMPLED, command="")
+    with pytest.raises(DataError, match="one prompt cannot be split"):
+        calibrate(llm, prompts[:1], SAMPLED, command="")
+    short = dataclasses.replace(SAMPLED, max_new_tokens=6)
+    with pytest.raises(DataError, match=r"verified rounds .* at least 20"):
+        calibrate(llm, prompts[:2], short, command="")
+
+
+def test_few_rounds_are_said(result):
+    assert "few: a perfect predictor would show an ECE of" in result.remarks[0]
+
+
+def test_the_candidate_set_is_what_a_slot_may_propose(folder):
+    bundle = read_bundle(folder / "draft")
+    assert candidate_set(bundle) == CandidateSet(64, 264)
+    info = dataclasses.replace(bundle.info, candidates=0)
+    assert candidate_set(dataclasses.replace(bundle, info=info)) == CandidateSet(264, 264)
+
+
+def test_other_engines_files_and_the_diagram(result, tmp_path):
+    path = export_file(result, "sglang", tmp_path / "sts.json")
+    assert json.loads(path.read_text())["temperatures"] == [*result.entry.temperatures]
+    assert export_file(result, "tensorrt-llm", None).parent == result.path.parent
+    draw(result, tmp_path / "reliability.svg")
+    drawn = (tmp_path / "reliability.svg").read_text()
+    assert drawn.count('id="axes_') == BLOCK
+    with pytest.raises(DataError, match=r"cannot draw .*\.x"):
+        draw(result, tmp_path / "a.x")
+
+
+def test_a_bundle_with_calibrations_is_still_replaced_whole(result, folder, tmp_path):
+    copy = Path(shutil.copytree(folder / "draft", tmp_path / "copy"))
+    write_draft(copy, write_target(tmp_path / "target"))
+    assert not [*copy.glob("calibration*")]
+
+
+def test_curves_are_the_reports_own_numbers(result):
+    for position, (before, after) in zip(result.positions, result.curves, strict=True):
+        for curve, ece in ((before, position.ece_before), (after, position.ece_after)):
+            assert sum(curve.counts) == position.samples
+            gaps = np.abs(np.subtract(curve.predicted, curve.accepted))
+            assert np.dot(gaps, curve.counts) / position.samples == pytest.approx(ece)
+
+
+def test_files_that_could_not_be_written_are_refused_first(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'sglang'"):
+        check_files("sglanf", None, None)
+    with pytest.raises(ConfigError, match="--output is where --format writes"):
+        check_files(None, tmp_path / "x.json", None)
+    with pytest.raises(ConfigError, match="no such folder"):
+        check_files(None, None, tmp_path / "none" / "x.png")
