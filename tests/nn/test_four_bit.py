@@ -100,6 +100,22 @@ def test_every_row_count_is_exact_on_this_kernel(q4):
         assert torch.equal(kernel(x[:count]), alone[:count]), count
 
 
+@pytest.mark.parametrize(
+    ("weight", "kind"),
+    [
+        (on_grid(64, 96)[1], "q4"),
+        (on_grid(96, 96)[1], "int8"),  # not whole tiles of 64 outputs
+        (torch.randn(64, 96, generator=generator()), "int8"),
+    ],
+)
+def test_a_layer_says_what_it_became(q4, weight, kind):
+    """Exact row counts are measured for the kernel that runs, not for the one asked for."""
+    layer = PackedLinear(weight, None, "q4", RowMode(exact=False))
+    assert layer.kind == kind
+    x = torch.randn(3, 96, generator=generator(1))
+    assert torch.equal(layer(x), PackedLinear(weight, None, kind, RowMode(exact=False))(x))
+
+
 @pytest.mark.parametrize("kind", ["int8", "q4"])
 def test_rows_of_prompts_take_their_own_kernel(kind):
     try:

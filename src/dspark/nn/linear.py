@@ -83,12 +83,12 @@ class PackedLinear(nn.Module):
         prompts: bool = True,
     ) -> None:
         super().__init__()
-        self.kind = kind
         self.out_features, self.in_features = weight.shape
         weight = weight.detach().float().contiguous()
-        self.kernel = _BUILDERS[kind](weight)
+        # The kind it really has: exact row counts are measured for that one.
+        self.kind, self.kernel = _build(weight, kind)
         self.prompt_kind = best_kind()[0] if prompts and kind in _FEW_BITS else None
-        self.prompt_kernel = _BUILDERS[self.prompt_kind](weight) if self.prompt_kind else None
+        self.prompt_kernel = _build(weight, self.prompt_kind)[1] if self.prompt_kind else None
         self.bias = None if bias is None else bias.detach().float()
         self.mode = mode
         self.exact_rows: ExactRows | None = None
@@ -181,10 +181,11 @@ def _build_int8(weight: Tensor) -> Kernel:
     return kernel
 
 
-def _build_q4(weight: Tensor) -> Kernel:
+def _build_q4(weight: Tensor) -> Kernel | None:
+    """None for weights that it cannot serve as they are."""
     grid = four_bit_grid(weight)
     if grid is None or weight.shape[0] % 64:  # the kernel works through 64 outputs at a time
-        return _build_int8(weight)
+        return None
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(grid.codes, 1)
     # The kernel computes (code - 8) * scale + zero.
     scale_and_zero = torch.stack([grid.scale, grid.offset + 8 * grid.scale], -1)
@@ -193,7 +194,7 @@ def _build_q4(weight: Tensor) -> Kernel:
     return lambda x: product(x.bfloat16(), packed, GROUP, scale_and_zero)
 
 
-_BUILDERS: dict[WeightKind, Callable[[Tensor], Kernel]] = {
+_BUILDERS: dict[WeightKind, Callable[[Tensor], Kernel | None]] = {
     "fp32": _build_fp32,
     "bf16": _build_bf16,
     "fp16": _build_fp16,
@@ -202,10 +203,16 @@ _BUILDERS: dict[WeightKind, Callable[[Tensor], Kernel]] = {
 }
 
 
+def _build(weight: Tensor, kind: WeightKind) -> tuple[WeightKind, Kernel]:
+    """The kernel of a weight, and its kind: int8 where q4 cannot serve it."""
+    kernel = _BUILDERS[kind](weight)
+    return (kind, kernel) if kernel is not None else _build(weight, "int8")
+
+
 def check_kind(kind: WeightKind) -> None:
     """Raises ConfigError, naming the remedy, where this machine cannot run a kind."""
     try:
-        _BUILDERS[kind](torch.ones(64, 32))(torch.ones(2, 32))
+        _build(torch.ones(64, 32), kind)[1](torch.ones(2, 32))
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -237,7 +244,7 @@ def measure_exact_rows(kind: WeightKind, in_features: int, out_features: int) ->
     weight, inputs = _cancelling_probe(
         in_features, min(out_features, 2048), max(_PROBED_COUNTS) + 5
     )
-    kernel = _BUILDERS[kind](_on_grid(weight) if kind == "q4" else weight)
+    _, kernel = _build(_on_grid(weight) if kind == "q4" else weight, kind)
     shifted = inputs[5:]
     reference = torch.cat([kernel(tile) for tile in inputs.split(_REFERENCE_COUNT)])
     counts = [
