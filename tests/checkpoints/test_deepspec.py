@@ -13,9 +13,9 @@ from dspark.checkpoints.fit import check_fit
 from dspark.checkpoints.lint import expected_shapes
 from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import CheckpointError
-from dspark.drafters.config import DSparkConfig
+from dspark.drafters.config import DraftConfig, DSparkConfig, Eagle3Config
 from tests.checkpoints.folders import D, V, deepspec_config, deepspec_tensors, write_folder
-from tests.drafters.tiny import tiny_binding, tiny_config
+from tests.drafters.tiny import tiny_binding, tiny_chain_config, tiny_config
 
 
 @pytest.mark.parametrize("tables", [False, True])
@@ -83,7 +83,8 @@ def test_missing_extra_and_misshaped_tensors_are_all_listed(tmp_path: Path) -> N
     ("name", "reason"),
     [
         ("Gemma4DSparkModel", "Gemma 4"),
-        ("Qwen3Eagle3Model", "EAGLE-3"),
+        ("Gemma4Eagle3Model", "Gemma 4"),
+        ("LlamaForCausalLMEagle3", "reduced vocabulary"),
         ("DSparkDraftModel", "SpecForge"),
         ("DSparkSpeculator", "speculators"),
         ("LlamaForCausalLM", "no drafter of that name"),
@@ -111,7 +112,7 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path, name: str, reas
         ),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_theta is None"),
         ({"rope_parameters": [1]}, "must be an object"),
-        ({"markov_head_type": "gated"}, "markov_head_type 'gated' is not supported"),
+        ({"markov_head_type": "lstm"}, "no markov_head_type 'lstm'"),
         ({"target_layer_ids": "1,9"}, "target_layer_ids must name a layer"),
         ({"hidden_size": "24"}, "hidden_size is '24'"),
     ],
@@ -124,6 +125,60 @@ def test_configs_that_would_be_computed_wrongly_are_refused(
         read_bundle(folder)
     assert words in str(error.value)
     assert str(folder / "config.json") in str(error.value)
+
+
+def eagle3_folder(folder: Path, **changes: Any) -> Path:
+    """As DeepSpec writes it, by the names and shapes of its files."""
+    keys = deepspec_config(architectures=["Qwen3Eagle3Model"], num_hidden_layers=36)
+    for key in list(keys):
+        if key.startswith(("markov", "confidence", "enable", "block", "mask", "num_anchors")):
+            del keys[key]
+    keys |= {
+        "ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1,
+        "target_model_name_or_path": "Qwen/Qwen3-4B",
+    }  # fmt: skip
+    wide = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (D, 3 * D), "norm.weight": (D,),
+        "embed_tokens.weight": (V, D), "lm_head.weight": (V, D),
+        **{f"layers.0.{n}.weight": (D,)
+           for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        **{f"layers.0.self_attn.{n}.weight": (rows, 2 * D) for n, rows in wide.items()},
+        "layers.0.self_attn.o_proj.weight": (D, 32),
+        "layers.0.self_attn.q_norm.weight": (8,), "layers.0.self_attn.k_norm.weight": (8,),
+        "layers.0.mlp.gate_proj.weight": (40, D), "layers.0.mlp.up_proj.weight": (40, D),
+        "layers.0.mlp.down_proj.weight": (D, 40),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    return write_folder(folder, tensors, keys | changes)
+
+
+def test_eagle3_loads_as_released(tmp_path: Path) -> None:
+    bundle = read_bundle(eagle3_folder(tmp_path / "b"))
+    assert isinstance(bundle.config, Eagle3Config)
+    assert (bundle.config.block_size, bundle.config.num_hidden_layers) == (7, 1)
+    state = bundle.model().state_dict()
+    assert state.keys() == bundle.tensors.keys() and len(state) == 14
+    for name, value in state.items():
+        assert torch.equal(value, bundle.tensors[name].float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"draft_num_hidden_layers": 2}, "Eagle3 with 2 layers is not supported"),
+        ({"ttt_length": 0}, "block_size is 0"),
+        ({"step_loss_decay": 1.5}, "step_loss_decay is 1.5"),
+        ({"markov_rank": 4}, "unknown key 'markov_rank'"),
+    ],
+)
+def test_eagle3_configs_are_checked(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read_bundle(eagle3_folder(tmp_path / "b", **changes))
 
 
 def test_missing_keys_are_all_named(tmp_path: Path) -> None:
@@ -152,11 +207,15 @@ def test_every_key_that_transformers_writes_for_a_qwen3_target_is_known() -> Non
     [
         tiny_config(),
         tiny_config(confidence_head_with_markov=False),
+        tiny_config(markov_head_type="gated"),
+        tiny_config(markov_head_type="rnn"),
         tiny_config(markov_rank=0, enable_confidence_head=False),
         tiny_config(rope_theta=123.5, num_anchors=9),
+        tiny_chain_config("eagle3", step_loss_decay=0.7, block_size=5),
+        tiny_chain_config("mtp", rope_theta=99.0),
     ],
 )
-def test_config_survives_the_way_there_and_back(config: DSparkConfig) -> None:
+def test_config_survives_the_way_there_and_back(config: DraftConfig) -> None:
     assert from_deepspec(to_deepspec(config, "float16")) == config
 
 

@@ -20,7 +20,7 @@ from tests.drafters.tiny import tiny_config
         ({"target_layer_ids": (-2,)}, "target_layer_ids has -2"),
         ({"target_layer_ids": (1, 1)}, "repeats a layer"),
         ({"markov_rank": -1}, "markov_rank is -1"),
-        ({"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not supported"),
+        ({"markov_head_type": "lstm"}, "no markov_head_type 'lstm'; there are vanilla, gated, rnn"),
         ({"markov_rank": 0}, "needs a Markov head"),
         ({"enable_confidence_head": "yes"}, "enable_confidence_head is 'yes'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),

@@ -1,19 +1,19 @@
 """A tiny drafter, its binding, and a context in pages, for tests of drafters and checkpoints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.core.sampling import SamplingParams
-from dspark.drafters.config import DSparkConfig
-from dspark.drafters.dspark import DSparkModel, initialise
-from dspark.drafters.serving import DSparkDrafter
+from dspark.drafters.build import build_model
+from dspark.drafters.config import DraftConfig, DSparkConfig, Eagle3Config, MtpConfig
+from dspark.drafters.dspark import initialise
 from dspark.nn.kv_cache import KVStore
 from dspark.nn.pages import PagePool, PageTable
-from dspark.nn.seams import Binding
+from dspark.nn.seams import Binding, Drafter
 
 PAGE = 4
 
@@ -36,7 +36,15 @@ def tiny_config(**changes: Any) -> DSparkConfig:
     return DSparkConfig(**values | changes)
 
 
-def tiny_binding(config: DSparkConfig, seed: int = 0, **changes: Any) -> Binding:
+def tiny_chain_config(kind: str, **changes: Any) -> Eagle3Config | MtpConfig:
+    values = {item.name: getattr(tiny_config(), item.name) for item in fields(DraftConfig)}
+    values["num_hidden_layers"] = 1
+    if kind == "eagle3":
+        return Eagle3Config(**values | changes)
+    return MtpConfig(**values | {"block_size": 1, "target_layer_ids": (4,)} | changes)
+
+
+def tiny_binding(config: DraftConfig, seed: int = 0, **changes: Any) -> Binding:
     generator = torch.Generator().manual_seed(seed)
     shape = (config.vocab_size, config.hidden_size)
     values: dict[str, Any] = {
@@ -46,7 +54,7 @@ def tiny_binding(config: DSparkConfig, seed: int = 0, **changes: Any) -> Binding
         "logit_scale": 0.7,
         "logit_softcap": 20.0,
         "num_target_layers": config.num_target_layers,
-        "mask_token_id": config.mask_token_id,
+        "mask_token_id": 60,
         "target_name": "tiny",
         "embedding_hash": "e" * 64,
         "chat_template_hash": "c" * 64,
@@ -54,10 +62,10 @@ def tiny_binding(config: DSparkConfig, seed: int = 0, **changes: Any) -> Binding
     return Binding(**values | changes)
 
 
-def tiny_model(config: DSparkConfig, seed: int = 1) -> DSparkModel:
+def tiny_model(config: DraftConfig, seed: int = 1) -> Any:
     """Weights large enough that every part of the network shows in the result."""
     generator = torch.Generator().manual_seed(seed)
-    model = DSparkModel(config)
+    model = build_model(config)
     initialise(model, generator, std=0.3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -66,7 +74,7 @@ def tiny_model(config: DSparkConfig, seed: int = 1) -> DSparkModel:
     return model
 
 
-def features(config: DSparkConfig, rows: int, seed: int = 2) -> Tensor:
+def features(config: DraftConfig, rows: int, seed: int = 2) -> Tensor:
     return torch.randn(rows, config.feature_size, generator=torch.Generator().manual_seed(seed))
 
 
@@ -74,12 +82,12 @@ def features(config: DSparkConfig, rows: int, seed: int = 2) -> Tensor:
 class Served:
     """Requests whose context lies in pages."""
 
-    drafter: DSparkDrafter
+    drafter: Any
     store: KVStore
     pool: PagePool
 
     @classmethod
-    def of(cls, drafter: DSparkDrafter, pages: int = 64) -> "Served":
+    def of(cls, drafter: Drafter, pages: int = 64) -> "Served":
         store = KVStore(drafter.kv_shape, pages * PAGE, read_ahead=8)
         return cls(drafter, store, PagePool(pages, PAGE))
 

@@ -6,8 +6,11 @@ from functools import cache
 import torch
 
 from dspark.core.sampling import SamplingParams
-from dspark.drafters.config import DSparkConfig
-from dspark.drafters.dspark import DSparkModel, initialise
+from dspark.drafters.build import build_model
+from dspark.drafters.chain import ChainModel
+from dspark.drafters.chain_serving import ChainDrafter
+from dspark.drafters.config import DSparkConfig, Eagle3Config, MtpConfig
+from dspark.drafters.dspark import initialise
 from dspark.drafters.serving import DSparkDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
@@ -34,8 +37,8 @@ def reference():
 
 def drafter(name, block=BLOCK):
     embedding = reference().get_input_embeddings().weight.detach()
-    if name == "untrained":
-        return untrained(block)
+    if name in UNTRAINED:
+        return served(untrained(name, block))
     if name == "random":
         return RandomDrafter(block, embedding)
     if name == "never right":
@@ -44,10 +47,21 @@ def drafter(name, block=BLOCK):
     return TeacherDrafter(block, embedding, model=reference(), errors=errors)
 
 
-def untrained(block=BLOCK):
+UNTRAINED = {
+    "untrained": {"markov_rank": 8},
+    "gated": {"markov_rank": 8, "markov_head_type": "gated"},
+    "rnn": {"markov_rank": 8, "markov_head_type": "rnn"},
+    "dflash": {"markov_rank": 0, "enable_confidence_head": False},
+    "eagle3": {},
+    "mtp": {},
+}
+"""Every kind of drafter that can be trained; "untrained" is DSpark's vanilla one."""
+
+
+def binding():
     model = reference()
     embedding = model.get_input_embeddings().weight.detach()
-    binding = Binding(
+    return Binding(
         embedding_VD=embedding,
         embedding_scale=1.0,
         lm_head_VD=model.lm_head.weight.detach(),
@@ -59,23 +73,37 @@ def untrained(block=BLOCK):
         embedding_hash="",
         chat_template_hash=None,
     )
-    config = DSparkConfig(
-        hidden_size=embedding.shape[1],
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        num_target_layers=2,
-        target_layer_ids=(-1, 1),
-        mask_token_id=0,
-        block_size=block,
-        markov_rank=8,
-    )
-    network = DSparkModel(config)
-    initialise(network, torch.Generator().manual_seed(0), std=0.2)
-    return DSparkDrafter(network, binding, candidates=16)
+
+
+def untrained(name, block=BLOCK, std=0.2):
+    sizes = {
+        "hidden_size": reference().config.hidden_size,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "num_target_layers": 2,
+    }
+    if name == "mtp":
+        config = MtpConfig(**sizes, num_hidden_layers=1, target_layer_ids=(1,))
+    elif name == "eagle3":
+        config = Eagle3Config(
+            **sizes, num_hidden_layers=1, target_layer_ids=(-1, 1), block_size=block
+        )
+    else:
+        config = DSparkConfig(
+            **sizes, num_hidden_layers=2, target_layer_ids=(-1, 1), block_size=block,
+            mask_token_id=0, **UNTRAINED[name],
+        )  # fmt: skip
+    network = build_model(config)
+    initialise(network, torch.Generator().manual_seed(0), std=std)
+    return network
+
+
+def served(network, candidates=16):
+    serving = ChainDrafter if isinstance(network, ChainModel) else DSparkDrafter
+    return serving(network, binding(), candidates=candidates)
 
 
 @dataclass

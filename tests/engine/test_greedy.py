@@ -16,7 +16,18 @@ def test_plain_decoding_is_the_models_own():
 
 @pytest.mark.parametrize(
     ("name", "length"),
-    [("untrained", 1), ("untrained", BLOCK), ("random", 3), ("teacher", 2), ("teacher", BLOCK)],
+    [
+        ("untrained", 1),
+        ("untrained", BLOCK),
+        ("random", 3),
+        ("teacher", 2),
+        ("teacher", BLOCK),
+        ("gated", BLOCK),
+        ("rnn", BLOCK),
+        ("dflash", 3),
+        ("eagle3", BLOCK),
+        ("mtp", 1),
+    ],
 )
 def test_same_tokens_in_a_batch(name, length):
     result = run(PROMPTS, GREEDY, (name, length))

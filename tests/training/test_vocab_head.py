@@ -36,16 +36,18 @@ def _inputs(rank: int, *, seed: int = 3, requires_grad: bool = True) -> dict[str
     }
 
 
-def _both(binding: Binding, rank: int, dtype: torch.dtype) -> tuple[list, list]:
+def _both(
+    binding: Binding, rank: int, dtype: torch.dtype, soft_ce: float = 0.0
+) -> tuple[list, list]:
     results = []
     for chunked in (True, False):
         inputs = _inputs(rank)
         if chunked:
             head = VocabHead(binding, rank, dtype, chunk=10, tile=3)
-            out = vocab_losses(head, VocabInputs(**inputs), ce=0.3, l1=0.7)
+            out = vocab_losses(head, VocabInputs(**inputs), ce=0.3, l1=0.7, soft_ce=soft_ce)
             values = [out.loss, out.cross_entropy_M, out.acceptance_M]
         else:
-            values = list(plain_losses(binding, **inputs, ce=0.3, l1=0.7))
+            values = list(plain_losses(binding, **inputs, ce=0.3, l1=0.7, soft_ce=soft_ce))
         (2.5 * values[0]).backward()
         gradients = [inputs[name].grad for name in ("hidden_MD", "latent_Mr", "w2_Vr")]
         results.append([v.detach() for v in values] + gradients)
@@ -54,12 +56,12 @@ def _both(binding: Binding, rank: int, dtype: torch.dtype) -> tuple[list, list]:
 
 @pytest.mark.parametrize("rank", [0, 6])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize(("scale", "soft_ce"), [(1.0, 0.0), (0.3, 0.0), (1.0, 0.6)])
 def test_chunked_is_plain_to_float32_rounding(
-    rank: int, softcap: float | None, scale: float
+    rank: int, softcap: float | None, scale: float, soft_ce: float
 ) -> None:
     binding = tiny_binding(softcap=softcap, scale=scale)
-    chunked, plain = _both(binding, rank, torch.float32)
+    chunked, plain = _both(binding, rank, torch.float32, soft_ce)
     for ours, theirs in zip(chunked, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dspark.core.errors import CheckpointError
-from dspark.drafters.config import DSparkConfig
-from dspark.drafters.dspark import DSparkModel
+from dspark.drafters.build import build_model
+from dspark.drafters.config import DraftConfig
+from dspark.drafters.model import DraftModel
 
 FORMAT_VERSION = 1
 SLOT_CONVENTION = "anchor-first"
@@ -87,7 +88,7 @@ class Bundle:
     """What a bundle folder holds, checked."""
 
     path: Path
-    config: DSparkConfig
+    config: DraftConfig
     info: BundleInfo | None
     """None for a folder that DeepSpec wrote."""
     tensors: dict[str, Tensor]
@@ -101,10 +102,10 @@ class Bundle:
     def candidates(self) -> int:
         return 64 if self.info is None else self.info.candidates
 
-    def model(self) -> DSparkModel:
-        """A float32 `DSparkModel` with these weights."""
+    def model(self) -> DraftModel:
+        """A float32 model with these weights."""
         with torch.device("meta"):
-            model = DSparkModel(self.config)
+            model = build_model(self.config)
         # Copies: training the model must not write into the bundle.
         weights = {
             name: tensor.to(torch.float32, copy=True) for name, tensor in self.tensors.items()

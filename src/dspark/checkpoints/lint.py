@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from dspark.core.errors import CheckpointError
-from dspark.drafters.config import DSparkConfig
-from dspark.drafters.dspark import DSparkModel
+from dspark.drafters.build import build_model
+from dspark.drafters.config import DraftConfig
 
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 """DeepSpec stores copies of the target's tables; we read past them."""
 
 
-def expected_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Tensor name to shape, of all that a bundle of this config must hold."""
     with torch.device("meta"):
-        model = DSparkModel(config)
+        model = build_model(config)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def lint_shapes(config: DSparkConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def lint_shapes(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Every missing, extra and misshaped tensor; the target's tables may be there or not."""
     expected = expected_shapes(config)
     table = (config.vocab_size, config.hidden_size)

@@ -25,7 +25,7 @@ from dspark.checkpoints.bundle import Bundle, BundleInfo
 from dspark.checkpoints.deepspec import from_deepspec, to_deepspec
 from dspark.checkpoints.lint import TARGET_COPIES, lint_shapes, lint_values, refuse
 from dspark.core.errors import CheckpointError
-from dspark.drafters.config import DSparkConfig
+from dspark.drafters.config import DraftConfig
 
 CONFIG, WEIGHTS, DRAFT_TOKENS, CARD = (
     "config.json", "model.safetensors", "draft_tokens.safetensors", "README.md",
@@ -40,7 +40,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 def write_bundle(
     folder: Path,
     *,
-    config: DSparkConfig,
+    config: DraftConfig,
     info: BundleInfo,
     tensors: Mapping[str, Tensor],
     card: str,
@@ -49,7 +49,7 @@ def write_bundle(
 ) -> None:
     """Writes a bundle folder, whole or not at all.
 
-    `tensors` is a `DSparkModel.state_dict()`; `dtype` None stores tensors as they are. An older
+    `tensors` is a `DraftModel.state_dict()`; `dtype` None stores tensors as they are. An older
     bundle at `folder` is replaced, its calibration included (it belonged to the old weights).
     CheckpointError if the tensors do not fit the config, are not finite in `dtype`, or the folder
     holds anything else.
@@ -128,9 +128,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: truncated or not safetensors ({error})") from error
 
 
-def _read_draft_tokens(
-    folder: Path, config: DSparkConfig, info: BundleInfo | None
-) -> Tensor | None:
+def _read_draft_tokens(folder: Path, config: DraftConfig, info: BundleInfo | None) -> Tensor | None:
     size = None if info is None else info.draft_vocabulary
     if size is None:
         return None
@@ -145,7 +143,7 @@ def _read_draft_tokens(
     return ids
 
 
-def _check_draft_tokens(where: object, ids: Tensor, config: DSparkConfig) -> None:
+def _check_draft_tokens(where: object, ids: Tensor, config: DraftConfig) -> None:
     ok = ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) > 0
     ok = (
         ok

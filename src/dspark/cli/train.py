@@ -24,13 +24,23 @@ def train(
         Path, typer.Option(help="Folder of the run: responses, features, resumable state.")
     ],
     target: options.Target = None,
+    drafter: Annotated[
+        str,
+        typer.Option(help="What to train: dspark, dspark-gated, dspark-rnn, dflash, eagle3, mtp."),
+    ] = "dspark",
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="The loss: own, the drafter's paper's; or dspark, to compare drafters at one loss."
+        ),
+    ] = "own",
     steps: Annotated[int, typer.Option(help="Training steps, of 256 blocks each.")] = 4000,
     max_seconds: Annotated[
         float | None,
         typer.Option(help="Stop after this long; run again to resume.", show_default=False),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Draft layers.")] = 3,
-    block_size: Annotated[int, typer.Option(help="Draft tokens per block.")] = 7,
+    layers: Annotated[int, typer.Option(help="Draft layers; eagle3 and mtp have one.")] = 3,
+    block_size: Annotated[int, typer.Option(help="Draft tokens per block; mtp has one.")] = 7,
     taps: Annotated[int, typer.Option(help="Target layers the drafter listens to.")] = 5,
     markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head.")] = 64,
     draft_vocabulary: Annotated[
@@ -70,14 +80,15 @@ def train(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a DSpark drafter: responses, features, training, bundle. Stops and resumes anywhere."""
+    """Train a drafter: responses, features, training, bundle. Stops and resumes anywhere."""
     from dspark.recipes.make_bundle import BundleRun, make_bundle
     from dspark.recipes.progress import Progress
     from dspark.recipes.regenerate import RegenerateConfig
-    from dspark.recipes.train import DraftShape, TrainConfig, TrainJob
+    from dspark.recipes.train import DraftShape, TrainConfig, TrainJob, training_of
     from dspark.recipes.values import weights_value
 
     shape = DraftShape(
+        drafter=drafter,
         layers=layers,
         block_size=block_size,
         taps=taps,
@@ -90,6 +101,7 @@ def train(
         max_seconds=max_seconds,
         seed=seed,
         start="bundle" if warm_start else "noise" if from_noise else "target",
+        **training_of(drafter, objective),
     )
     result = make_bundle(
         BundleRun(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dspark.drafters.config import DSparkConfig
+from dspark.drafters.config import DraftConfig, DSparkConfig
+from dspark.drafters.model import DraftModel
 from dspark.nn.binding import embed
 from dspark.nn.block_attention import block_attention
 from dspark.nn.layers import RMSNorm, SwiGLU, rotary_angles, rotate
@@ -17,19 +18,36 @@ from dspark.nn.seams import Binding
 Angles = tuple[Tensor, Tensor]
 
 
-class BlockAttention(nn.Module):
+class Projections(nn.Module):
+    """The matrices of Qwen3's attention, from inputs of any width."""
+
+    def __init__(self, config: DraftConfig, width: int) -> None:
+        super().__init__()
+        d = config.head_dim
+        self.head_dim = d
+        self.q_proj = nn.Linear(width, config.num_attention_heads * d, bias=False)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * d, bias=False)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * d, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * d, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps)
+        self.k_norm = RMSNorm(d, config.rms_norm_eps)
+
+    def queries(self, x: Tensor, angles: Angles) -> Tensor:
+        """[..., H, d] of inputs [..., width]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), angles)
+
+    def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Each [..., G, d] of inputs [..., width]."""
+        heads = (-1, self.head_dim)
+        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), angles)
+        return keys, self.v_proj(x).unflatten(-1, heads)
+
+
+class BlockAttention(Projections):
     """Attention of a draft layer: keys and values come from the context and from the block."""
 
     def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        D, d = config.hidden_size, config.head_dim
-        self.head_dim = d
-        self.q_proj = nn.Linear(D, config.num_attention_heads * d, bias=False)
-        self.k_proj = nn.Linear(D, config.num_key_value_heads * d, bias=False)
-        self.v_proj = nn.Linear(D, config.num_key_value_heads * d, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * d, D, bias=False)
-        self.q_norm = RMSNorm(d, config.rms_norm_eps)
-        self.k_norm = RMSNorm(d, config.rms_norm_eps)
+        super().__init__(config, config.hidden_size)
 
     def forward(
         self,
@@ -39,15 +57,10 @@ class BlockAttention(nn.Module):
         context_angles: Angles,
         groups: "Groups",
     ) -> Tensor:
-        heads = (-1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x_AKD).unflatten(-1, heads)), angles)
-        k = rotate(self.k_norm(self.k_proj(x_AKD).unflatten(-1, heads)), angles)
-        v = self.v_proj(x_AKD).unflatten(-1, heads)
+        q = self.queries(x_AKD, angles)
+        k, v = self.keys_values(x_AKD, angles)
         # The context feature skips input_layernorm and never evolves from layer to layer.
-        context_k = rotate(
-            self.k_norm(self.k_proj(context_ND).unflatten(-1, heads)), context_angles
-        )
-        context_v = self.v_proj(context_ND).unflatten(-1, heads)
+        context_k, context_v = self.keys_values(context_ND, context_angles)
         anchors, rows, visible = zip(*groups, strict=True)
         pieces = zip(
             cut(q, anchors), cut(context_k, rows), cut(context_v, rows), cut(k, anchors),
@@ -81,7 +94,9 @@ class DraftLayer(nn.Module):
         return x_AKD + self.mlp(self.post_attention_layernorm(x_AKD))
 
 
-class Backbone(nn.Module):
+class Backbone(DraftModel):
+    config: DSparkConfig
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.config = config

@@ -6,20 +6,23 @@ from torch import Tensor, nn
 from dspark.drafters.backbone import Backbone
 from dspark.drafters.config import DSparkConfig
 from dspark.drafters.heads.confidence import ConfidenceHead
-from dspark.drafters.heads.markov import MarkovHead
+from dspark.drafters.heads.markov import make_head
+from dspark.drafters.model import Blocks, Slots
+from dspark.nn.seams import Binding
 
 
 class DSparkModel(Backbone):
-    """What is trained and stored. Embedding and LM head are the target's and live in the `Binding`.
-
-    Without a Markov head (`markov_rank` 0) this is DeepSpec's DFlash. Parameters are float32; run
-    under `torch.autocast` for bf16 matrices.
-    """
+    """The backbone with its heads. Without a Markov head (`markov_rank` 0) this is DFlash."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
+        self.latent_size = config.markov_rank
         self.markov_head = (
-            MarkovHead(config.vocab_size, config.markov_rank) if config.markov_rank else None
+            make_head(
+                config.markov_head_type, config.vocab_size, config.markov_rank, config.hidden_size
+            )
+            if config.markov_rank
+            else None
         )
         confidence_rank = config.markov_rank if config.has_markov_confidence else 0
         self.confidence_head = (
@@ -27,6 +30,23 @@ class DSparkModel(Backbone):
             if config.enable_confidence_head
             else None
         )
+
+    def forward_slots(self, binding: Binding, blocks: Blocks) -> Slots:
+        hidden_AKD = self.forward_blocks(
+            binding,
+            blocks.anchors_A,
+            blocks.anchor_positions_A,
+            blocks.context_NF,
+            blocks.context_positions_N,
+            blocks.visible_AN,
+        )
+        latent_AKr = w2_Vr = confidence_AK = None
+        if self.markov_head is not None:
+            latent_AKr = self.markov_head.latents(hidden_AKD, blocks.previous_AK)
+            w2_Vr = self.markov_head.markov_w2.weight
+        if self.confidence_head is not None:
+            confidence_AK = self.confidence(hidden_AKD, blocks.previous_AK)
+        return Slots(hidden_AKD, latent_AKr, w2_Vr, confidence_AK)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Raw confidence logits [...] of hidden states [..., D], after tokens `previous` [...]."""
@@ -39,7 +59,7 @@ class DSparkModel(Backbone):
 
 
 @torch.no_grad()
-def initialise(model: DSparkModel, generator: torch.Generator, std: float = 0.02) -> None:
+def initialise(model: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
     """DeepSpec's start: every matrix N(0, std^2), biases 0, norms 1."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspark.drafters.backbone import DraftLayer
+from dspark.drafters.chain import ChainLayer
 from dspark.drafters.heads.markov import MarkovHead
 from dspark.nn.layers import rms_norm, rotate
 
@@ -25,9 +26,12 @@ def weight_of(parameter: Tensor) -> Tensor:
 
 
 class FusedLayer:
-    """A draft layer with one product for q, k, v and one for gate and up."""
+    """A draft layer with one product for q, k, v and one for gate and up.
 
-    def __init__(self, layer: DraftLayer, packed: Callable[..., Linear]) -> None:
+    What enters its attention is the caller's, because drafters differ in it.
+    """
+
+    def __init__(self, layer: DraftLayer | ChainLayer, packed: Callable[..., Linear]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.head_dim = attention.head_dim
         self.num_q = attention.q_proj.out_features // self.head_dim
@@ -48,8 +52,8 @@ class FusedLayer:
     def heads(
         self, x: Tensor, angles: tuple[Tensor, Tensor], eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [M, H, d], keys and values [M, G, d] of rows x [M, D]."""
-        qkv = self.qkv(rms_norm(x, self.input_norm, eps)).view(len(x), -1, self.head_dim)
+        """Queries [M, H, d], keys and values [M, G, d] of attention inputs x [M, width]."""
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         normed = self.num_q + self.num_kv
         qk = rotate(rms_norm(qkv[:, :normed], None, eps) * self.head_norm, angles)
         return qk[:, : self.num_q], qk[:, self.num_q :], qkv[:, normed:]
@@ -61,21 +65,34 @@ class FusedLayer:
         return x + self.down(F.silu(gate) * up)
 
 
-class FusedMarkovHead:
-    """The Markov head over the tokens that may be proposed."""
+class ServedMarkovHead:
+    """A sequential head over the tokens that may be proposed."""
 
     def __init__(self, head: MarkovHead, token_ids: Tensor) -> None:
+        self.head = head
         self.w1_Vr = weight_of(head.markov_w1.weight)
         self.w2_Cr = weight_of(head.markov_w2.weight)[token_ids]
 
-    def step(self, columns_RKC: Tensor | None) -> Callable[[int, Tensor], Tensor]:
+    def block(
+        self, hidden_RKD: Tensor, columns_RKC: Tensor | None
+    ) -> Callable[[int, Tensor], Tensor]:
         """(slot, previous tokens [R]) -> biases [R, C] of that slot's candidates.
 
-        The candidates of all slots are gathered at once, before the first token is known.
+        To be called for slots 0, 1, ... in order: what a head carries from slot to slot lives in
+        the closure. The candidates of all slots are gathered at once, before the first token is
+        known.
         """
-        if columns_RKC is None:
-            return lambda slot, previous_R: F.linear(self.w1_Vr[previous_R], self.w2_Cr)
-        w2_RKCr = self.w2_Cr[columns_RKC]
-        return lambda slot, previous_R: torch.bmm(
-            w2_RKCr[:, slot], self.w1_Vr[previous_R][..., None]
-        )[..., 0]
+        w2_RKCr = None if columns_RKC is None else self.w2_Cr[columns_RKC]
+        state: Tensor | None = None
+        following = 0
+
+        def bias(slot: int, previous_R: Tensor) -> Tensor:
+            nonlocal state, following
+            assert slot == following, (slot, following)
+            following += 1
+            latent_Rr, state = self.head.step(state, self.w1_Vr[previous_R], hidden_RKD[:, slot])
+            if w2_RKCr is None:
+                return F.linear(latent_Rr, self.w2_Cr)
+            return torch.bmm(w2_RKCr[:, slot], latent_Rr[..., None])[..., 0]
+
+        return bias

@@ -1,11 +1,13 @@
 """Starting a drafter from its target instead of from noise."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.core.errors import ConfigError
 from dspark.drafters.backbone import DraftLayer
+from dspark.drafters.chain import ChainLayer, ChainModel, Eagle3Model, MtpModel
 from dspark.drafters.dspark import DSparkModel, initialise
+from dspark.drafters.model import DraftModel
 from dspark.nn.seams import Binding
 
 _MATRICES = (
@@ -13,11 +15,11 @@ _MATRICES = (
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
 
+_READ_BY_ATTENTION = _MATRICES[:3]
+
 
 @torch.no_grad()
-def initialise_from_target(
-    model: DSparkModel, binding: Binding, generator: torch.Generator
-) -> None:
+def initialise_from_target(model: DraftModel, binding: Binding, generator: torch.Generator) -> None:
     """Starts draft layers from the target's last layers, and the context feature from the last tap.
 
     * `fc` selects the last tap; the other taps start at zero and are learned.
@@ -26,12 +28,15 @@ def initialise_from_target(
     * A target without q/k norms gets norm weights that keep the expected size of q and k for
       unit-variance inputs, so that attention starts about as sharp as the target's.
     * `norm` copies the target's final norm where `binding.init_layers[-1]` has it as "norm.weight".
+    * Where a token's embedding stands beside the state (Eagle3's q, k and v; MTP's `eh_proj`), the
+      state's half is the target's (or passes it on) and the token's half stays as `initialise`
+      leaves it: no layer of the target reads such an input.
     * Heads start as `initialise` leaves them; biases of the target's layers are dropped, there is
       no place for them.
 
     ConfigError if the target's layers are missing or of other shapes.
     """
-    layers: list[DraftLayer] = list(model.layers)  # type: ignore[arg-type]
+    layers = _layers(model)
     sources = binding.init_layers[-len(layers) :]
     if len(sources) < len(layers):
         raise ConfigError(
@@ -40,22 +45,36 @@ def initialise_from_target(
         )
     initialise(model, generator)
     D = model.config.hidden_size
-    model.fc.weight.zero_()
-    model.fc.weight[:, -D:].fill_diagonal_(1.0)
+    if isinstance(model, MtpModel):
+        model.eh_proj.weight[:, D:].zero_().fill_diagonal_(1.0)
+    else:
+        assert isinstance(model, DSparkModel | Eagle3Model), type(model)
+        model.fc.weight.zero_()
+        model.fc.weight[:, -D:].fill_diagonal_(1.0)
     for index, (layer, source) in enumerate(zip(layers, sources, strict=True)):
         _start_layer(layer, source, f"target layer {index - len(layers)}")
+    norm: nn.Parameter = model.get_parameter("norm.weight")
     if "norm.weight" in sources[-1]:
-        _copy(model.norm.weight, sources[-1], "norm.weight", "the target's last layer")
+        _copy(norm, sources[-1], "norm.weight", "the target's last layer")
 
 
-def _start_layer(layer: DraftLayer, source: dict[str, Tensor], where: str) -> None:
+def _layers(model: DraftModel) -> list[DraftLayer | ChainLayer]:
+    assert isinstance(model, DSparkModel | ChainModel), type(model)
+    return list(model.layers)  # type: ignore[arg-type]
+
+
+def _start_layer(layer: DraftLayer | ChainLayer, source: dict[str, Tensor], where: str) -> None:
+    D = len(layer.input_layernorm.weight)
     for name in _MATRICES:
-        _copy(layer.get_parameter(f"{name}.weight"), source, f"{name}.weight", where)
+        weight = layer.get_parameter(f"{name}.weight")
+        if name in _READ_BY_ATTENTION:
+            weight = weight[:, -D:]
+        _copy(weight, source, f"{name}.weight", where)
     _copy(layer.post_attention_layernorm.weight, source, "post_attention_layernorm.weight", where)
     _copy(layer.input_layernorm.weight, source, "input_layernorm.weight", where)
     attention = layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-        projection.weight.mul_(layer.input_layernorm.weight)
+        projection.weight[:, -D:].mul_(layer.input_layernorm.weight)
     layer.input_layernorm.weight.fill_(1.0)
     for name, projection, norm in (
         ("self_attn.q_norm.weight", attention.q_proj, attention.q_norm),
@@ -65,7 +84,7 @@ def _start_layer(layer: DraftLayer, source: dict[str, Tensor], where: str) -> No
             _copy(norm.weight, source, name, where)
         else:
             # E[q_i^2] for unit-variance inputs is the squared norm of row i.
-            norm.weight.fill_(projection.weight.square().sum(1).mean().sqrt())
+            norm.weight.fill_(projection.weight[:, -D:].square().sum(1).mean().sqrt())
 
 
 def _copy(parameter: Tensor, source: dict[str, Tensor], name: str, where: str) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
-from dspark.nn.kv_cache import KVShape, KVStore, PageTable
+from dspark.nn.kv_cache import KVShape, KVStore
+from dspark.nn.pages import PageTable
 from dspark.nn.seams import DraftBlock, DraftNoise
 
 Tokens = npt.NDArray[np.int64]

@@ -9,22 +9,22 @@ from torch.nn import functional as F
 
 from dspark.core.sampling import SamplingParams
 from dspark.drafters.backbone import DraftLayer
-from dspark.drafters.candidates import top_candidates
 from dspark.drafters.dspark import DSparkModel
 from dspark.drafters.fused import (
     FusedLayer,
-    FusedMarkovHead,
     Linear,
     LinearFactory,
+    ServedMarkovHead,
     plain_linear,
     weight_of,
 )
+from dspark.drafters.proposals import ProposalHead, draw
 from dspark.nn.attention import AttentionPlan, ragged_attention
-from dspark.nn.binding import embed, finish_logits
+from dspark.nn.binding import embed
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.layers import rms_norm, rotary_angles, rotate
 from dspark.nn.pages import PageTable
-from dspark.nn.sampling import SamplingRows, probs_from_logits, race
+from dspark.nn.sampling import SamplingRows
 from dspark.nn.seams import Binding, DraftBlock, DraftNoise, RaggedBatch
 
 
@@ -70,16 +70,11 @@ class DSparkDrafter:
         self._layers = [FusedLayer(layer, packed) for layer in layers]
         self._norm = weight_of(model.norm.weight)
 
-        head = binding.lm_head_VD
-        self._token_ids = torch.arange(config.vocab_size, device=head.device)
-        if draft_token_ids is not None:
-            self._token_ids = draft_token_ids.to(head.device)
-            head = head[self._token_ids]
-        self._head = linear_factory(head)
-        self._candidates = min(candidates, len(self._token_ids)) or len(self._token_ids)
-
+        self._proposals = ProposalHead(binding, candidates, draft_token_ids, linear_factory)
         head_model, confidence = model.markov_head, model.confidence_head
-        self._markov = FusedMarkovHead(head_model, self._token_ids) if head_model else None
+        self._markov = (
+            ServedMarkovHead(head_model, self._proposals.token_ids) if head_model else None
+        )
         self._confidence = (
             (weight_of(confidence.proj.weight), weight_of(confidence.proj.bias))
             if confidence
@@ -124,30 +119,23 @@ class DSparkDrafter:
         """One backbone pass over R blocks, then K tokens left to right; see `Drafter.draft`."""
         hidden_RKD = self.block_hidden(anchors_R, anchor_positions_R, tables, store)
         R, K, D = hidden_RKD.shape
-        logits = finish_logits(self._binding, self._head(hidden_RKD.view(R * K, D)))
-        count = self._candidates
-        columns_RKC: Tensor | None = None
-        if count == len(self._token_ids):
-            base_RKC = logits.view(R, K, count)
-            ids_RKC = self._token_ids.expand(R, K, count)
-        else:
-            values, columns = top_candidates(logits, count)
-            base_RKC, columns_RKC = values.view(R, K, count), columns.view(R, K, count)
-            ids_RKC = self._token_ids[columns_RKC]
+        base_MC, columns_MC, ids_MC = self._proposals(hidden_RKD.view(R * K, D))
+        base_RKC, ids_RKC = base_MC.view(R, K, -1), ids_MC.view(R, K, -1)
+        columns_RKC = None if columns_MC is None else columns_MC.view(R, K, -1)
 
         head_started = self._clock()
-        rows = SamplingRows.of(sampling, device=logits.device)
-        bias = self._markov.step(columns_RKC) if self._markov else None
-        probs_RKC = torch.empty(R, K, count, dtype=torch.float64, device=logits.device)
-        tokens = torch.empty(R, 1 + K, dtype=torch.int64, device=logits.device)
+        rows = SamplingRows.of(sampling, device=base_MC.device)
+        bias = self._markov.block(hidden_RKD, columns_RKC) if self._markov else None
+        probs_RKC = torch.empty(ids_RKC.shape, dtype=torch.float64, device=base_MC.device)
+        tokens = torch.empty(R, 1 + K, dtype=torch.int64, device=base_MC.device)
         tokens[:, 0] = anchors_R
         for slot in range(K):
             logits_RC = base_RKC[:, slot]
             if bias is not None:
                 logits_RC = logits_RC + bias(slot, tokens[:, slot])
-            probs_RKC[:, slot] = probs_from_logits(logits_RC.double(), rows)
-            winners_R = race(probs_RKC[:, slot], noise(slot, ids_RKC[:, slot]))
-            tokens[:, slot + 1] = ids_RKC[:, slot].gather(1, winners_R[:, None])[:, 0]
+            probs_RKC[:, slot], tokens[:, slot + 1] = draw(
+                logits_RC, ids_RKC[:, slot], rows, noise, slot
+            )
         head_seconds = self._clock() - head_started
         return DraftBlock(
             tokens_RK=tokens[:, 1:],
@@ -177,7 +165,8 @@ class DSparkDrafter:
         plan = AttentionPlan.build(_blocks(tokens_RK, anchor_positions_R.tolist(), tables))
         x = embed(self._binding, tokens_RK.flatten())
         for index, layer in enumerate(self._layers):
-            q, k, v = layer.heads(x, angles, config.rms_norm_eps)
+            normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+            q, k, v = layer.heads(normed, angles, config.rms_norm_eps)
             # The block's own keys and values lie behind the context until the text has grown there.
             store.write(index, plan.batch.slots_N, k, v)
             attended = ragged_attention(q, plan, store, index, scale=config.head_dim**-0.5)

@@ -32,6 +32,13 @@ class Acceptance:
     """Per position: accepted up to it, of rounds that judged it (DeepSpec's `accept_rate@k`)."""
 
 
+def position_counts(records: Sequence[RoundRecord], position: int) -> tuple[int, int]:
+    """(accepted, judged) of these rounds at a position (from 1), given that all before it were
+    accepted: numerator and denominator of figure 2, which add up over rounds."""
+    open_rounds = [r for r in records if judged(r) >= position and r.accepted >= position - 1]
+    return sum(r.accepted >= position for r in open_rounds), len(open_rounds)
+
+
 def measure_acceptance(records: Sequence[RoundRecord]) -> Acceptance:
     """Every acceptance statistic of these rounds; positions go to the longest offer among them."""
     admitted, offered, accepted, emitted = (

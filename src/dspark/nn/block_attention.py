@@ -12,13 +12,14 @@ def block_attention(
     queries_AKHd: Tensor,
     context_keys_NGd: Tensor,
     context_values_NGd: Tensor,
-    keys_AKGd: Tensor,
-    values_AKGd: Tensor,
+    keys_AJGd: Tensor,
+    values_AJGd: Tensor,
     visible_AN: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention of A blocks of K slots to N shared context rows and to themselves.
 
-    A block's own slots see each other in both directions; blocks never see one another. Context row
+    A slot sees all J keys of its own block (J is K where slots see each other in both directions);
+    blocks never see one another. Context row
     n is seen by block a where `visible_AN` is true (None: everywhere). H query heads share G key
     heads. Scores and softmax are float32. Returns [A, K, H * d], in the values' dtype.
     """
@@ -32,12 +33,12 @@ def block_attention(
     if visible_AN is not None:
         hidden = ~visible_AN[:, None, :].expand(A, K, N).reshape(1, A * K, N)
         context.masked_fill_(hidden.repeat(1, S, 1), -torch.inf)
-    own = torch.matmul(queries.view(G, S * A, K, d), _repeat(keys_AKGd, S).transpose(-1, -2))
+    own = torch.matmul(queries.view(G, S * A, K, d), _repeat(keys_AJGd, S).transpose(-1, -2))
     scores = torch.cat([context.view(G, S * A, K, N), own], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(values_AKGd.dtype)
-    shared, block = weights.split([N, K], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(values_AJGd.dtype)
+    shared, block = weights.split([N, keys_AJGd.shape[1]], -1)
     out = torch.bmm(shared.reshape(G, S * A * K, N), context_values_NGd.transpose(0, 1))
-    out = out.view(G, S * A, K, d) + torch.matmul(block, _repeat(values_AKGd, S))
+    out = out.view(G, S * A, K, d) + torch.matmul(block, _repeat(values_AJGd, S))
     return out.view(G, S, A, K, d).permute(2, 3, 0, 1, 4).reshape(A, K, H * d)
 
 

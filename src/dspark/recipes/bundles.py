@@ -1,13 +1,19 @@
 """Where the shipped draft bundle lies, and how a bundle becomes a drafter for a loaded target."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.fit import check_fit
-from dspark.drafters.serving import DSparkDrafter, plain_linear
+from dspark.drafters.chain import ChainModel
+from dspark.drafters.chain_serving import ChainDrafter
+from dspark.drafters.dspark import DSparkModel
+from dspark.drafters.fused import plain_linear
+from dspark.drafters.serving import DSparkDrafter
 from dspark.nn.linear import PackedLinear, RowMode, best_kind
+from dspark.nn.seams import Drafter
 from dspark.targets.load import LoadedTarget
 
 SHIPPED = "smollm2-135m"
@@ -22,9 +28,7 @@ def shipped_bundle() -> Path:
     return Path(__file__).parent.parent / "bundles" / SHIPPED
 
 
-def make_drafter(
-    bundle: Bundle, loaded: LoadedTarget, *, candidates: int | None = None
-) -> DSparkDrafter:
+def make_drafter(bundle: Bundle, loaded: LoadedTarget, *, candidates: int | None = None) -> Drafter:
     """Checks that a bundle fits the target, and packs it like the target.
 
     candidates: draft candidates per slot; None is what the bundle says.
@@ -38,10 +42,13 @@ def make_drafter(
     def packed(weight: torch.Tensor) -> PackedLinear:
         return PackedLinear(weight, None, kind, mode)
 
-    return DSparkDrafter(
-        bundle.model(),
-        loaded.binding,
-        candidates=bundle.candidates if candidates is None else candidates,
-        draft_token_ids=bundle.draft_token_ids,
-        linear_factory=plain_linear if loaded.weights is None else packed,
-    )
+    model = bundle.model()
+    options: dict[str, Any] = {
+        "candidates": bundle.candidates if candidates is None else candidates,
+        "draft_token_ids": bundle.draft_token_ids,
+        "linear_factory": plain_linear if loaded.weights is None else packed,
+    }
+    if isinstance(model, ChainModel):
+        return ChainDrafter(model, loaded.binding, **options)
+    assert isinstance(model, DSparkModel), type(model)
+    return DSparkDrafter(model, loaded.binding, **options)

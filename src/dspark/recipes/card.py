@@ -2,16 +2,21 @@
 
 from typing import Any
 
-from dspark.drafters.config import DSparkConfig
+from dspark.drafters.build import drafter_name
+from dspark.drafters.config import DraftConfig, DSparkConfig
 
 
-def model_card(target: str, config: DSparkConfig, training: dict[str, Any]) -> str:
+def model_card(target: str, config: DraftConfig, training: dict[str, Any]) -> str:
     validation = training["validation"]
     acceptance = ", ".join(f"{value:.3f}" for value in validation["conditional_acceptance"])
-    return f"""# DSpark drafter for {target}
+    name = drafter_name(config)
+    head = ""
+    if isinstance(config, DSparkConfig) and config.markov_rank:
+        head = f" {config.markov_head_type} head of rank {config.markov_rank},"
+    return f"""# {name} drafter for {target}
 
-A DSpark draft bundle (DeepSpec's tensor names; slot 0 is the anchor): {config.num_hidden_layers}
-layers, block of {config.block_size}, Markov rank {config.markov_rank}, tapped layers
+A draft bundle of dspark (DeepSpec's tensor names; slot 0 follows the anchor): {name},
+{config.num_hidden_layers} layers, block of {config.block_size},{head} tapped layers
 {list(config.target_layer_ids)}. Embedding and LM head are the target's and are not stored.
 
 ## Training

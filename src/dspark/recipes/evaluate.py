@@ -1,7 +1,7 @@
 """`dspark eval`: how much of a drafter's proposals the target accepts, by domain."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from dspark.core.errors import ConfigError
 from dspark.core.records import RoundRecord
 from dspark.core.sampling import SamplingParams, VerificationRule
 from dspark.data.prompts import Prompt
-from dspark.evaluation.acceptance import Acceptance, measure_acceptance
+from dspark.evaluation.acceptance import Acceptance, measure_acceptance, position_counts
 from dspark.evaluation.bootstrap import ratio_interval
 from dspark.evaluation.repetition import repeated_share
 from dspark.evaluation.timing import phase_shares
@@ -24,6 +24,8 @@ class DomainResult:
     acceptance: Acceptance
     ci95: tuple[float, float] | None
     """Of the accepted length, by resampling prompts; None with fewer than two."""
+    conditional_ci95: tuple[tuple[float, float] | None, ...]
+    """Of the acceptance at each position, in the same way."""
     prompts: int
     tokens: int
     repeated_share: float | None
@@ -34,6 +36,7 @@ class DomainResult:
             "accepted_length": self.acceptance.accepted_length,
             "ci95": None if self.ci95 is None else [*self.ci95],
             "conditional_acceptance": [*self.acceptance.conditional],
+            "conditional_ci95": [None if ci is None else [*ci] for ci in self.conditional_ci95],
             "survival": [*self.acceptance.survival],
             "acceptance_rate": self.acceptance.acceptance_rate,
             "figure5_rate": self.acceptance.figure5_rate,
@@ -88,6 +91,7 @@ def evaluate(
     policy: str | None = None,
     samples: int = 1,
     seed: int = 0,
+    domain_of: Callable[[str], str] = lambda stem: stem,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Generates and measures acceptance by domain; `llm.max_requests` texts at once.
@@ -95,6 +99,7 @@ def evaluate(
     `sampling` needs no seed: every text's is derived from (seed, file, line, sample), so a domain's
     numbers do not depend on what else is evaluated. Its rule is `rejection` if it names no other.
     policy: None is the drafter's whole block, whatever its bundle serves with.
+    domain_of: the domain of a prompt file's stem; by default each is one of its own.
 
     Raises ConfigError without a drafter, unless `policy` is `off`.
     """
@@ -114,7 +119,7 @@ def evaluate(
             on_finished=lambda job: advance(1, job.domain),
         )
     return Evaluation(
-        domains=_by_domain(jobs, result, seed),
+        domains=_by_domain(jobs, result, seed, domain_of),
         target=llm.loaded.name,
         drafter=llm.draft_name if chosen.drafts else None,
         weights=llm.loaded.weights,
@@ -128,7 +133,9 @@ def evaluate(
     )
 
 
-def _by_domain(jobs: Sequence[Job], result: LoadResult, seed: int) -> dict[str, DomainResult]:
+def _by_domain(
+    jobs: Sequence[Job], result: LoadResult, seed: int, domain_of: Callable[[str], str]
+) -> dict[str, DomainResult]:
     rounds: dict[tuple[str, int], list[RoundRecord]] = {(j.domain, j.line): [] for j in jobs}
     for step in result.records:
         for record in step.rounds:
@@ -136,10 +143,12 @@ def _by_domain(jobs: Sequence[Job], result: LoadResult, seed: int) -> dict[str, 
             rounds[job.domain, job.line].append(record)
     texts: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for job, text in zip(jobs, result.texts, strict=True):
-        texts[job.domain].append(text)
+        texts[domain_of(job.domain)].append(text)
     return {
         domain: _domain_result(
-            [own for (name, _), own in rounds.items() if name == domain], texts[domain], seed
+            [own for (stem, _), own in rounds.items() if domain_of(stem) == domain],
+            texts[domain],
+            seed,
         )
         for domain in texts
     }
@@ -148,12 +157,21 @@ def _by_domain(jobs: Sequence[Job], result: LoadResult, seed: int) -> dict[str, 
 def _domain_result(
     by_prompt: list[list[RoundRecord]], texts: list[tuple[int, ...]], seed: int
 ) -> DomainResult:
+    acceptance = measure_acceptance([record for own in by_prompt for record in own])
+    positions = [
+        [position_counts(own, k) for own in by_prompt]
+        for k in range(1, len(acceptance.conditional) + 1)
+    ]
     return DomainResult(
-        acceptance=measure_acceptance([record for own in by_prompt for record in own]),
+        acceptance=acceptance,
         ci95=ratio_interval(
             [sum(record.emitted for record in own) for own in by_prompt],
             [len(own) for own in by_prompt],
             seed=seed,
+        ),
+        conditional_ci95=tuple(
+            ratio_interval([n for n, _ in counts], [d for _, d in counts], seed=seed)
+            for counts in positions
         ),
         prompts=len(by_prompt),
         tokens=sum(map(len, texts)),

@@ -50,7 +50,7 @@ def make_bundle(run: BundleRun, progress: Progress) -> TrainResult:
         run.target,
         weights=run.weights,
         template_hash=template_hash,
-        init_layers=run.job.shape.layers,
+        init_layers=run.job.shape.layers_to_start,
         say=progress.say,
     )
     model = starting_model(loaded, run.job)

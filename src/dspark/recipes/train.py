@@ -1,5 +1,6 @@
 """From responses to a draft bundle: features, training, card."""
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,30 +15,61 @@ from dspark.core.errors import ConfigError, DataError
 from dspark.data.packing import TrainingSequence
 from dspark.data.prompts import Prompt
 from dspark.data.responses import Response
-from dspark.drafters.config import DSparkConfig
-from dspark.drafters.dspark import DSparkModel
-from dspark.drafters.init import initialise, initialise_from_target
+from dspark.drafters.build import build_model, drafter_name
+from dspark.drafters.config import DraftConfig, DSparkConfig, Eagle3Config, MtpConfig
+from dspark.drafters.dspark import initialise
+from dspark.drafters.init import initialise_from_target
+from dspark.drafters.model import DraftModel
 from dspark.nn.seams import Binding
 from dspark.recipes.card import model_card
 from dspark.recipes.features import FeatureExtractor
 from dspark.recipes.progress import Advance, Progress
 from dspark.targets.load import LoadedTarget
-from dspark.training.config import TrainConfig
+from dspark.training.config import EVERY_ANCHOR, TrainConfig
 from dspark.training.features import FeatureStore
+from dspark.training.objective import CROSS_ENTROPY, DSPARK, EAGLE3, Objective
 from dspark.training.trainer import Metrics, Trainer, TrainResult
+
+CHAINS = ("eagle3", "mtp")
+"""One layer, run token by token."""
+DRAFTERS = ("dspark", "dspark-gated", "dspark-rnn", "dflash", *CHAINS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftShape:
-    """The drafter's size; everything else follows the target."""
+    """The drafter's kind and size; everything else follows the target."""
 
+    drafter: str = "dspark"
+    """One of `DRAFTERS`."""
     layers: int = 3
+    """Of dspark and dflash; eagle3 and mtp have one."""
     block_size: int = 7
+    """mtp proposes one token."""
     markov_rank: int = 64
+    """Of dspark's sequential head."""
     taps: int = 5
+    """mtp reads the last layer only."""
     candidates: int = 64
     draft_vocabulary: int | None = None
     """Propose only this many tokens, those most frequent in the responses; None proposes any."""
+
+    def __post_init__(self) -> None:
+        if self.drafter not in DRAFTERS:
+            near = difflib.get_close_matches(self.drafter, DRAFTERS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"there is no drafter {self.drafter!r}; {hint}there are {', '.join(DRAFTERS)}"
+            )
+        if self.drafter.startswith("dspark") and self.markov_rank < 1:
+            raise ConfigError(
+                f"markov_rank is {self.markov_rank}; without a sequential head it is "
+                f"--drafter dflash"
+            )
+
+    @property
+    def layers_to_start(self) -> int:
+        """Draft layers: how many of the target's a fresh run may start from."""
+        return 1 if self.drafter in CHAINS else self.layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,28 +82,57 @@ class TrainJob:
     """Held-out responses the analytic validation runs over."""
 
 
-def draft_config(target_config: Any, binding: Binding, shape: DraftShape) -> DSparkConfig:
+def training_of(drafter: str, objective: str = "own") -> dict[str, Any]:
+    """TrainConfig values a kind of drafter is trained with in its own paper.
+
+    objective: own, or dspark for the comparison at equal loss. Eagle3 and MTP learn from every
+    position of a response, the others from a sample of anchors.
+
+    Raises ConfigError for an objective that does not exist.
+    """
+    if objective not in ("own", "dspark"):
+        raise ConfigError(f"there is no objective {objective!r}; there are own and dspark")
+    own: dict[str, Objective] = {"eagle3": EAGLE3, "mtp": CROSS_ENTROPY, "dflash": CROSS_ENTROPY}
+    chosen = DSPARK if objective == "dspark" else own.get(drafter, DSPARK)
+    return {
+        "objective": chosen,
+        **({"anchors_per_sequence": EVERY_ANCHOR} if drafter in CHAINS else {}),
+    }
+
+
+def draft_config(target_config: Any, binding: Binding, shape: DraftShape) -> DraftConfig:
     """Qwen3-shaped layers of the target's own sizes, tapping layers spread as the paper's are."""
     heads = target_config.num_attention_heads
     head_dim = getattr(target_config, "head_dim", None) or target_config.hidden_size // heads
     rope = getattr(target_config, "rope_parameters", None) or {}
     layers = binding.num_target_layers
+    sizes: dict[str, Any] = {
+        "hidden_size": binding.hidden_size,
+        "intermediate_size": target_config.intermediate_size,
+        "num_hidden_layers": shape.layers_to_start,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(target_config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "vocab_size": binding.vocab_size,
+        "num_target_layers": layers,
+        "rms_norm_eps": target_config.rms_norm_eps,
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+    }
+    if shape.drafter == "mtp":
+        return MtpConfig(target_layer_ids=(layers - 1,), **sizes)
     taps = tap_layers(layers, shape.taps)
+    if shape.drafter == "eagle3":
+        return Eagle3Config(target_layer_ids=taps, block_size=shape.block_size, **sizes)
+    _, _, head = shape.drafter.partition("-")
+    has_head = shape.drafter != "dflash"
     return DSparkConfig(
-        hidden_size=binding.hidden_size,
-        intermediate_size=target_config.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        vocab_size=binding.vocab_size,
-        num_target_layers=layers,
         target_layer_ids=taps,
-        mask_token_id=binding.mask_token_id,
         block_size=shape.block_size,
-        markov_rank=shape.markov_rank,
-        rms_norm_eps=target_config.rms_norm_eps,
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        mask_token_id=binding.mask_token_id,
+        markov_rank=shape.markov_rank if has_head else 0,
+        markov_head_type=head or "vanilla",
+        enable_confidence_head=has_head,
+        **sizes,
     )
 
 
@@ -92,7 +153,7 @@ def tap_layers(layers: int, count: int) -> tuple[int, ...]:
 
 def train_drafter(
     loaded: LoadedTarget,
-    model: DSparkModel,
+    model: DraftModel,
     prompts: Sequence[Prompt],
     responses: Sequence[Response],
     job: TrainJob,
@@ -101,18 +162,21 @@ def train_drafter(
     bundle_folder: Path,
     command: str,
     progress: Progress,
+    features: Path | None = None,
 ) -> TrainResult:
     """Trains on the responses to training prompts, validates on the others, writes the bundle.
 
     `model` is where a fresh run starts (`starting_model`). `folder` holds the run (features,
     resumable state, metrics); running again resumes it. The bundle is written whenever this
-    returns, finished or stopped by `max_seconds`.
+    returns, finished or stopped by `max_seconds`. Runs with the same taps may share a `features`
+    folder, one after the other; by default the run has its own.
 
     Raises DataError for responses without their prompts, and where the split leaves one side empty.
     """
-    train, held_out = _split(prompts, responses)
+    train, held_out = split_responses(prompts, responses)
     held_out = held_out[: job.validation_responses]
-    store = _feature_store([*train, *held_out], loaded, model.config, folder, progress)
+    features = features or folder / "features"
+    store = _feature_store([*train, *held_out], loaded, model.config, features, progress)
     with progress.task("training", total=job.train.steps) as advance:
         report = _reporter(advance)
         trainer = Trainer(
@@ -157,7 +221,7 @@ def train_drafter(
     return result
 
 
-def starting_model(loaded: LoadedTarget, job: TrainJob) -> DSparkModel:
+def starting_model(loaded: LoadedTarget, job: TrainJob) -> DraftModel:
     """The weights a fresh run starts from: a bundle's, the target's last layers, or noise.
 
     Raises CheckpointError for a bundle that does not fit, ConfigError for an impossible shape.
@@ -165,8 +229,13 @@ def starting_model(loaded: LoadedTarget, job: TrainJob) -> DSparkModel:
     if job.warm_start is not None:
         bundle = read_bundle(job.warm_start)
         check_fit(bundle, loaded.binding)
+        if (kind := drafter_name(bundle.config)) != job.shape.drafter:
+            raise ConfigError(
+                f"{job.warm_start} is a {kind} drafter, not {job.shape.drafter}; "
+                f"use --drafter {kind}"
+            )
         return bundle.model()
-    model = DSparkModel(draft_config(loaded.target.config, loaded.binding, job.shape))
+    model = build_model(draft_config(loaded.target.config, loaded.binding, job.shape))
     generator = torch.Generator().manual_seed(job.train.seed)
     initialise(model, generator)
     if job.train.start == "target":
@@ -174,7 +243,7 @@ def starting_model(loaded: LoadedTarget, job: TrainJob) -> DSparkModel:
     return model
 
 
-def _split(
+def split_responses(
     prompts: Sequence[Prompt], responses: Sequence[Response]
 ) -> tuple[list[Response], list[Response]]:
     """Responses to training prompts, and to validation prompts."""
@@ -199,13 +268,13 @@ def _split(
 def _feature_store(
     responses: Sequence[Response],
     loaded: LoadedTarget,
-    config: DSparkConfig,
+    config: DraftConfig,
     folder: Path,
     progress: Progress,
 ) -> FeatureStore:
     """The run's feature store, with the features of all these responses."""
     store = FeatureStore(
-        folder / "features",
+        folder,
         target=f"{loaded.name} {loaded.binding.embedding_hash} {loaded.weights}",
         tap_layers=config.target_layer_ids,
         hidden_size=config.hidden_size,

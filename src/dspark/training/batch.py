@@ -8,22 +8,14 @@ import torch
 from torch import Tensor
 
 from dspark.data.packing import PackedBlocks, TrainingSequence
+from dspark.drafters.model import Blocks
 from dspark.training.features import FeatureStore
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Blocks):
     """A blocks of K slots over N context rows; M of the A * K slots are supervised."""
 
-    context_NF: Tensor
-    """Tapped features, bfloat16."""
-    context_positions_N: Tensor
-    visible_AN: Tensor
-    """bool: rows of the anchor's own sequence strictly before it."""
-    anchors_A: Tensor
-    """Token ids."""
-    anchor_positions_A: Tensor
-    previous_AK: Tensor
     labels_AK: Tensor
     supervised_AK: Tensor
     slots_M: Tensor
@@ -38,13 +30,14 @@ def load_batch(
     packed: PackedBlocks, sequences: Sequence[TrainingSequence], store: FeatureStore
 ) -> Batch:
     """Reads the rows of a packed batch, and no others, from the feature store."""
-    contexts, teachers, slots, teacher_rows = [], [], [], []
+    contexts, followers, teachers, slots, teacher_rows = [], [], [], [], []
     lengths = np.diff(packed.context_starts)
     K = packed.supervised_AK.shape[1]
     found = 0
     for s, index in enumerate(packed.sequences_S):
         ids = sequences[index].token_ids
         contexts.append(store.context(ids, int(lengths[s])))
+        followers.append(ids[1 : lengths[s] + 1].astype(np.int64))
         first, last = packed.anchor_starts[s], packed.anchor_starts[s + 1]
         # Slot k predicts token anchor + 1 + k, which the state at position anchor + k sees coming.
         positions_AK = packed.anchor_positions_A[first:last, None] + np.arange(K)
@@ -63,6 +56,7 @@ def load_batch(
     return Batch(
         context_NF=torch.cat(contexts),
         context_positions_N=torch.from_numpy(np.concatenate(positions)),
+        context_next_N=torch.from_numpy(np.concatenate(followers)),
         visible_AN=torch.from_numpy(visible_AN),
         anchors_A=torch.from_numpy(packed.previous_AK[:, 0].copy()),
         anchor_positions_A=torch.from_numpy(packed.anchor_positions_A),

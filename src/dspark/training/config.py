@@ -14,6 +14,9 @@ from dspark.training.objective import Objective
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 Start = Literal["target", "noise", "bundle"]
 
+EVERY_ANCHOR = 2**31 - 1
+"""For `anchors_per_sequence`: every position of a response starts a block in every epoch."""
+
 _FREE_ON_RESUME = frozenset({"max_seconds", "save_every_seconds", "log_every", "validate_every"})
 
 
@@ -26,6 +29,8 @@ class TrainConfig:
     """Blocks a step; times the block size, its drafted positions."""
     anchors_per_sequence: int = 32
     """At most this many of a sequence's anchors in one epoch: fewer is more variety in a step."""
+    validation_anchors: int = 32
+    """Blocks of a held-out sequence, evenly spaced: the same for every drafter."""
     learning_rate: float = 6e-4
     warmup: float = 0.04
     """Share of the steps with a rising learning rate."""
@@ -52,6 +57,7 @@ class TrainConfig:
             "steps",
             "anchors_per_step",
             "anchors_per_sequence",
+            "validation_anchors",
             "log_every",
             "validate_every",
         ):
@@ -88,10 +94,11 @@ class TrainConfig:
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
         """ConfigError if resuming a run saved with `saved` would not continue the same run."""
+        begun = type(self).from_dict(saved).to_dict()  # keys it did not know have their defaults
         for name, ours in self.to_dict().items():
-            if name not in _FREE_ON_RESUME and saved.get(name) != ours:
+            if name not in _FREE_ON_RESUME and begun[name] != ours:
                 raise ConfigError(
-                    f"this run was started with {name} {saved.get(name)}, not {ours}; "
+                    f"this run was started with {name} {begun[name]}, not {ours}; "
                     f"resume it unchanged, or start another run folder"
                 )
 

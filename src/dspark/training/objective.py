@@ -1,5 +1,6 @@
 """The paper's objective (equations 8 to 12) and what can be measured while computing it."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspark.core.errors import ConfigError
-from dspark.drafters.dspark import DSparkModel
+from dspark.drafters.model import DraftModel
 from dspark.nn.seams import Binding
 from dspark.training.batch import Batch
 from dspark.training.vocab_head import VocabHead, VocabInputs, vocab_losses
@@ -15,27 +16,38 @@ from dspark.training.vocab_head import VocabHead, VocabInputs, vocab_losses
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """Position-weighted ce * CE + l1 * ||draft - target||_1 + confidence * BCE(confidence, 1 - TV).
+    """Position-weighted ce * CE + l1 * ||draft - target||_1 + confidence * BCE(confidence, 1 - TV)
+    (paper, equation 12), and with other weights what other drafters train with.
 
-    Raises ConfigError for a negative weight (paper, equation 12).
+    Raises ConfigError for a negative weight.
     """
 
     ce: float = 0.1
     l1: float = 0.9
     """Weighs the whole L1 distance, not its half, the total variation."""
     confidence: float = 1.0
+    """Nothing without a confidence head."""
+    soft_ce: float = 0.0
+    """Weighs the cross-entropy to the target's whole distribution: Eagle3's loss."""
     loss_decay: float = 4.0
     """Slot k weighs exp(-k / loss_decay). No block size: the released recipe has 4 for blocks of 7.
     """
 
     def __post_init__(self) -> None:
-        for name in ("ce", "l1", "confidence"):
+        for name in ("ce", "l1", "confidence", "soft_ce"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; a loss weight must be at least 0"
                 )
         if not self.loss_decay > 0:
             raise ConfigError(f"loss_decay is {self.loss_decay}; it must be above 0")
+
+
+DSPARK = Objective()
+CROSS_ENTROPY = Objective(ce=1.0, l1=0.0, confidence=0.0)
+"""DFlash's and MTP's own: nothing but the tokens of the text."""
+# Slot k weighs 0.8^k. DeepSpec divides by the length of the text; here it is the sum of weights.
+EAGLE3 = Objective(ce=0.0, l1=0.0, confidence=0.0, soft_ce=1.0, loss_decay=-1.0 / math.log(0.8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ def slot_weights(supervised_AK: Tensor, loss_decay: float) -> Tensor:
 
 
 def objective(
-    model: DSparkModel,
+    model: DraftModel,
     binding: Binding,
     head: VocabHead,
     batch: Batch,
@@ -82,27 +94,18 @@ def objective(
     all ranks and accumulated batches of the step (default: this batch's own), so that splitting a
     step changes nothing.
     """
-    hidden_AKD = model.forward_blocks(
-        binding,
-        batch.anchors_A,
-        batch.anchor_positions_A,
-        batch.context_NF,
-        batch.context_positions_N,
-        batch.visible_AN,
-    )
+    slots = model.forward_slots(binding, batch)
     weights_AK = slot_weights(batch.supervised_AK, config.loss_decay)
     total = weights_AK.sum() if total_weight is None else total_weight
     slots_M = batch.slots_M
     weights_M = weights_AK.flatten()[slots_M] / total
-    hidden_MD = hidden_AKD.flatten(0, 1).index_select(0, slots_M)
-    previous_M = batch.previous_AK.flatten()[slots_M]
-    if model.markov_head is None:
-        latent_Mr, w2_Vr = (
-            hidden_MD.new_empty(len(hidden_MD), 0),
-            hidden_MD.new_empty(binding.vocab_size, 0),
-        )
+    hidden_MD = slots.hidden_AKD.flatten(0, 1).index_select(0, slots_M)
+    if slots.latent_AKr is None or slots.w2_Vr is None:
+        latent_Mr = hidden_MD.new_empty(len(hidden_MD), 0)
+        w2_Vr = hidden_MD.new_empty(binding.vocab_size, 0)
     else:
-        latent_Mr, w2_Vr = model.markov_head.embed(previous_M), model.markov_head.markov_w2.weight
+        latent_Mr = slots.latent_AKr.flatten(0, 1).index_select(0, slots_M)
+        w2_Vr = slots.w2_Vr
     inputs = VocabInputs(
         hidden_MD=hidden_MD,
         latent_Mr=latent_Mr,
@@ -112,11 +115,11 @@ def objective(
         labels_M=batch.labels_AK.flatten()[slots_M],
         weights_M=weights_M,
     )
-    losses = vocab_losses(head, inputs, ce=config.ce, l1=config.l1)
+    losses = vocab_losses(head, inputs, ce=config.ce, l1=config.l1, soft_ce=config.soft_ce)
     loss, confidence_M = losses.loss, None
-    if model.confidence_head is not None:
+    if slots.confidence_AK is not None:
         # Its gradient reaches the backbone and W1; its label, 1 - TV, has none.
-        confidence_M = model.confidence(hidden_MD, previous_M).float()
+        confidence_M = slots.confidence_AK.flatten().index_select(0, slots_M).float()
         bce_M = F.binary_cross_entropy_with_logits(
             confidence_M, losses.acceptance_M, reduction="none"
         )

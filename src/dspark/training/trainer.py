@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from dspark.core.errors import DataError, DSparkError
 from dspark.data.packing import BatchStream, Cursor, TrainingSequence, every_block
-from dspark.drafters.dspark import DSparkModel
+from dspark.drafters.model import DraftModel
 from dspark.nn.seams import Binding
 from dspark.training.batch import Batch, load_batch
 from dspark.training.config import TrainConfig
@@ -55,7 +55,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: DSparkModel,
+        model: DraftModel,
         binding: Binding,
         store: FeatureStore,
         sequences: Sequence[TrainingSequence],
@@ -77,7 +77,7 @@ class Trainer:
         self.clock, self.report = clock, report
         self.block_size = model.config.block_size
         self.dtype = config.torch_dtype
-        self.head = VocabHead(binding, model.config.markov_rank, self.dtype)
+        self.head = VocabHead(binding, model.latent_size, self.dtype)
         self.stream = BatchStream(
             sequences,
             anchors_per_batch=config.anchors_per_step,
@@ -163,7 +163,7 @@ class Trainer:
         for packed in every_block(
             self.held_out,
             anchors_per_batch=self.config.anchors_per_step,
-            anchors_per_sequence=self.config.anchors_per_sequence,
+            anchors_per_sequence=self.config.validation_anchors,
             block_size=self.block_size,
         ):
             batch = load_batch(packed, self.held_out, self.store)
@@ -223,7 +223,7 @@ class Trainer:
 
     def _not_finite(self, batch: Batch, step: Step, norm: float) -> DSparkError:
         path = self.folder / f"bad-batch-{self.step}.safetensors"
-        save_file({name: getattr(batch, name) for name in Batch.__slots__}, path)
+        save_file({item.name: getattr(batch, item.name) for item in fields(Batch)}, path)
         return DSparkError(
             f"step {self.step}: the loss is {step.loss.item()} and the gradient norm {norm}; "
             f"the weights are those before this step, its batch is in {path}; "

@@ -43,10 +43,18 @@ class VocabInputs:
 @dataclass(frozen=True, slots=True)
 class VocabLosses:
     loss: Tensor
-    """sum of weight * (ce * CE + l1 * ||draft - teacher||_1): the part with a gradient."""
+    """sum of weight * (ce * CE + l1 * ||draft - teacher||_1 + soft_ce * CE to the teacher's whole
+    distribution): the part with a gradient."""
     cross_entropy_M: Tensor
     acceptance_M: Tensor
     """1 - total variation: how likely rejection sampling is to accept (paper, equation 8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossWeights:
+    ce: float
+    l1: float
+    soft_ce: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +103,14 @@ class VocabHead:
         self._scratch = tuple(torch.empty(tile, V, device=device) for _ in range(3))
 
     def losses(
-        self, inputs: VocabInputs, ce: float, l1: float, *, want_gradients: bool
-    ) -> tuple[Tensor, Tensor, _Gradients | None]:
-        """(cross-entropy [M], total variation [M], gradients of the weighted sum)."""
+        self, inputs: VocabInputs, weights: LossWeights, *, want_gradients: bool
+    ) -> tuple[Tensor, Tensor, Tensor, _Gradients | None]:
+        """(cross-entropy [M], total variation [M], cross-entropy to the teacher [M], gradients of
+        the weighted sum)."""
         M, device = len(inputs.labels_M), inputs.labels_M.device
         draft_MI, teacher_UI = self._rows(inputs)
         self.weight_IV[self.latent].copy_(inputs.w2_Vr.T)
-        cross_entropy_M, variation_M = (torch.empty(M, device=device) for _ in range(2))
+        found_3M = torch.empty(3, M, device=device)
         gradients = None
         if want_gradients:
             gradients = _Gradients(
@@ -119,17 +128,19 @@ class VocabHead:
             )
             for first in range(rows.start, rows.stop, self.tile):
                 tile = slice(first, min(first + self.tile, rows.stop))
-                cross_entropy_M[tile], variation_M[tile] = _tile_losses(
+                found_3M[:, tile] = _tile_losses(
                     self._scratch,
                     draft_CV[tile.start - start : tile.stop - start],
                     teacher_UV,
                     inputs.teacher_rows_M[tile] - first_teacher,
                     inputs.labels_M[tile, None],
-                    (ce * weights_M1[tile], l1 * weights_M1[tile]) if want_gradients else None,
+                    weights,
+                    weights_M1[tile] if want_gradients else None,
                 )
             if gradients is not None:
                 self._backward(draft_MI, rows, draft_CV, gradients)
-        return cross_entropy_M, variation_M, gradients
+        cross_entropy_M, variation_M, soft_M = found_3M
+        return cross_entropy_M, variation_M, soft_M, gradients
 
     def _rows(self, inputs: VocabInputs) -> tuple[Tensor, Tensor]:
         """Left sides of the two products: draft [M, I] and teacher [U, D + references]."""
@@ -192,13 +203,14 @@ def _tile_losses(
     teacher_UV: Tensor,
     teacher_rows_R: Tensor,
     labels_R1: Tensor,
-    weights: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """(cross-entropy [R], total variation [R]); with weights (CE [R, 1], L1 [R, 1]), `draft_RV`
-    turns from logits into their gradient.
+    loss: LossWeights,
+    weights_R1: Tensor | None,
+) -> Tensor:
+    """[3, R]: cross-entropy, total variation, and cross-entropy to the teacher (0 where it weighs
+    nothing); with `weights_R1`, `draft_RV` turns from logits into the weighted loss's gradient.
 
-    For d = softmax(draft), t = softmax(teacher), s = sign(t - d):
-    dCE/dlogits = d - onehot(label) and d||d - t||_1/dlogits = d (<s, d> - s).
+    For d = softmax(draft), t = softmax(teacher), s = sign(t - d): dCE/dlogits = d - onehot(label),
+    d||d - t||_1/dlogits = d (<s, d> - s), and d - t for the cross-entropy to the teacher.
     """
     d_RV, t_RV, spare_RV = (buffer[: len(draft_RV)] for buffer in scratch)
     torch.softmax(draft_RV, 1, dtype=torch.float32, out=d_RV)
@@ -207,23 +219,33 @@ def _tile_losses(
     torch.softmax(teacher_UV[first:last], 1, dtype=torch.float32, out=unique_RV)
     torch.index_select(unique_RV, 0, teacher_rows_R - first, out=t_RV)
     cross_entropy_R = -d_RV.gather(1, labels_R1).clamp_min(_TINY).log().squeeze(1)
+    soft_R = torch.zeros_like(cross_entropy_R)
+    if loss.soft_ce:  # logsumexp(draft) - <t, draft>; the label's cross-entropy has the first part
+        label_R = draft_RV.gather(1, labels_R1).squeeze(1)
+        soft_R = cross_entropy_R + label_R - torch.mul(t_RV, draft_RV, out=spare_RV).sum(1)
     torch.sub(t_RV, d_RV, out=t_RV)
     variation_R = torch.clamp_min(t_RV, 0.0, out=spare_RV).sum(1)
-    if weights is not None:
-        ce_R1, l1_R1 = weights
+    if weights_R1 is not None:
+        ce_R1, l1_R1 = loss.ce * weights_R1, loss.l1 * weights_R1
+        if loss.soft_ce:
+            torch.mul(t_RV, loss.soft_ce * weights_R1, out=spare_RV)
         signed_RV = t_RV.sign_().mul_(d_RV)
         d_RV.mul_(ce_R1 + l1_R1 * signed_RV.sum(1, keepdim=True))
         d_RV.addcmul_(signed_RV, -l1_R1)
+        if loss.soft_ce:
+            d_RV.sub_(spare_RV)
         d_RV.scatter_add_(1, labels_R1, -ce_R1)
         draft_RV.copy_(d_RV)
-    return cross_entropy_R, variation_R
+    return torch.stack([cross_entropy_R, variation_R, soft_R])
 
 
-def vocab_losses(head: VocabHead, inputs: VocabInputs, *, ce: float, l1: float) -> VocabLosses:
+def vocab_losses(
+    head: VocabHead, inputs: VocabInputs, *, ce: float, l1: float, soft_ce: float = 0.0
+) -> VocabLosses:
     """Losses of M positions, differentiable in hidden, latent and W2 (never in the teacher)."""
     loss, cross_entropy_M, acceptance_M = _VocabLoss.apply(
-        inputs.hidden_MD, inputs.latent_Mr, inputs.w2_Vr, inputs, head, ce, l1,
-        torch.is_grad_enabled(),
+        inputs.hidden_MD, inputs.latent_Mr, inputs.w2_Vr, inputs, head,
+        LossWeights(ce, l1, soft_ce), torch.is_grad_enabled(),
     )  # fmt: skip
     return VocabLosses(loss, cross_entropy_M, acceptance_M)
 
@@ -234,15 +256,16 @@ class _VocabLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_MD: Tensor, latent_Mr: Tensor, w2_Vr: Tensor, inputs: VocabInputs,
-        head: VocabHead, ce: float, l1: float, want_gradients: bool,
+        head: VocabHead, weights: LossWeights, want_gradients: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        cross_entropy_M, variation_M, gradients = head.losses(
-            inputs, ce, l1, want_gradients=want_gradients
+        cross_entropy_M, variation_M, soft_M, gradients = head.losses(
+            inputs, weights, want_gradients=want_gradients
         )
         if gradients is not None:
             ctx.save_for_backward(gradients.hidden_MD, gradients.latent_Mr, gradients.w2_Vr)
             ctx.dtypes = hidden_MD.dtype, latent_Mr.dtype, w2_Vr.dtype
-        loss = (inputs.weights_M * (ce * cross_entropy_M + 2.0 * l1 * variation_M)).sum()
+        hard_M = weights.ce * cross_entropy_M + 2.0 * weights.l1 * variation_M
+        loss = (inputs.weights_M * (hard_M + weights.soft_ce * soft_M)).sum()
         acceptance_M = (1.0 - variation_M).clamp(0.0, 1.0)
         ctx.mark_non_differentiable(cross_entropy_M, acceptance_M)
         return loss, cross_entropy_M, acceptance_M
@@ -253,4 +276,4 @@ class _VocabLoss(torch.autograd.Function):
             (gradient * grad_loss).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*scaled, *[None] * 5)
+        return (*scaled, *[None] * 4)

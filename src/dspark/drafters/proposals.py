@@ -1,0 +1,48 @@
+"""The tokens that may be proposed, their base logits, and the draw."""
+
+import torch
+from torch import Tensor
+
+from dspark.drafters.candidates import top_candidates
+from dspark.drafters.fused import LinearFactory
+from dspark.nn.binding import finish_logits
+from dspark.nn.sampling import SamplingRows, probs_from_logits, race
+from dspark.nn.seams import Binding, DraftNoise
+
+
+class ProposalHead:
+    """The target's LM head over the draft vocabulary, cut to the best candidates of each row."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        candidates: int,
+        draft_token_ids: Tensor | None,
+        linear_factory: LinearFactory,
+    ) -> None:
+        head = binding.lm_head_VD
+        self._binding = binding
+        self.token_ids = torch.arange(len(head), device=head.device)
+        if draft_token_ids is not None:
+            self.token_ids = draft_token_ids.to(head.device)
+            head = head[self.token_ids]
+        self._head = linear_factory(head)
+        self._count = min(candidates, len(self.token_ids)) or len(self.token_ids)
+
+    def __call__(self, hidden_MD: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Base logits [M, C] of hidden states after the final norm, their columns in the draft
+        vocabulary [M, C] (None: all of them, in order) and their token ids [M, C]."""
+        logits = finish_logits(self._binding, self._head(hidden_MD))
+        if self._count == len(self.token_ids):
+            return logits, None, self.token_ids.expand(len(logits), -1)
+        values, columns = top_candidates(logits, self._count)
+        return values, columns, self.token_ids[columns]
+
+
+def draw(
+    logits_RC: Tensor, ids_RC: Tensor, rows: SamplingRows, noise: DraftNoise, slot: int
+) -> tuple[Tensor, Tensor]:
+    """(float64 probabilities [R, C] of the candidates, token ids [R] drawn from exactly those)."""
+    probs_RC = probs_from_logits(logits_RC.double(), rows)
+    winners_R = race(probs_RC, noise(slot, ids_RC))
+    return probs_RC, ids_RC.gather(1, winners_R[:, None])[:, 0]
