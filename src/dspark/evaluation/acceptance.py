@@ -35,7 +35,7 @@ class Acceptance:
 def position_counts(records: Sequence[RoundRecord], position: int) -> tuple[int, int]:
     """(accepted, judged) of these rounds at a position (from 1), given that all before it were
     accepted: numerator and denominator of figure 2, which add up over rounds."""
-    open_rounds = [r for r in records if judged(r) >= position and r.accepted >= position - 1]
+    open_rounds = [r for r in records if r.judged >= position and r.accepted >= position - 1]
     return sum(r.accepted >= position for r in open_rounds), len(open_rounds)
 
 
