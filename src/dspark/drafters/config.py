@@ -71,6 +71,11 @@ class DraftConfig:
         """F: width of a context feature before projection."""
         return len(self.target_layer_ids) * self.hidden_size
 
+    @property
+    def has_confidence(self) -> bool:
+        """Whether its blocks come with confidences, for policies and calibration."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DSparkConfig(DraftConfig):
@@ -114,6 +119,10 @@ class DSparkConfig(DraftConfig):
             rank > 0 or not self.has_markov_confidence,
             "confidence_head_with_markov needs a Markov head, but markov_rank is 0",
         )
+
+    @property
+    def has_confidence(self) -> bool:
+        return self.enable_confidence_head
 
     @property
     def has_markov_confidence(self) -> bool:

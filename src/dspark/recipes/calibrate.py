@@ -89,7 +89,7 @@ def calibratable(folder: Path | None) -> Bundle:
     if folder is None:
         raise ConfigError("there is no drafter to calibrate; give a bundle with --draft")
     bundle = read_bundle(folder)
-    if not bundle.config.enable_confidence_head:
+    if not bundle.config.has_confidence:
         raise CheckpointError(
             f"draft bundle {bundle.path} has no confidence head, so there is nothing to calibrate; "
             "policies off and fixed:N work without one"

@@ -31,7 +31,7 @@ def read_calibration(bundle: Bundle) -> CalibrationTable | None:
 
 def serving_calibration(bundle: Bundle, say: Callable[[str], None]) -> Calibration:
     """What an engine takes. `say` is told what it is, and of every substitute condition."""
-    if not bundle.config.enable_confidence_head:
+    if not bundle.config.has_confidence:
         say("calibration: this bundle has no confidence head; policies off and fixed:N need none")
         return Uncalibrated()
     table = read_calibration(bundle)
