@@ -66,7 +66,7 @@ def _layers(model: DraftModel) -> list[DraftLayer | ChainLayer]:
 def _start_layer(layer: DraftLayer | ChainLayer, source: dict[str, Tensor], where: str) -> None:
     D = len(layer.input_layernorm.weight)
     for name in _MATRICES:
-        weight = layer.get_parameter(f"{name}.weight")
+        weight: Tensor = layer.get_parameter(f"{name}.weight")
         if name in _READ_BY_ATTENTION:
             weight = weight[:, -D:]
         _copy(weight, source, f"{name}.weight", where)
