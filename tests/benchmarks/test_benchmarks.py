@@ -22,7 +22,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts import each other from their own folder, as they do when they are run."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("common", "single_stream", "llama_cpp", "weights"):
+    for name in ("common", "single_stream", "llama_cpp", "weights", "exactness"):
         sys.modules.pop(name, None)
 
 
@@ -176,3 +176,18 @@ def test_llama_cpp_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         llama_cpp.llama_cpp_contender(Path("x.gguf"), [job("gsm8k")], threads=1)
     with pytest.raises(ConfigError, match="not a GGUF file"):
         llama_cpp.main(["--target", "folder"])
+
+
+def test_exactness_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import exactness
+
+    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    sizes = ["--weights", "fp32", "--tokens", "50", "--max-new-tokens", "10", "--batch", "4"]
+    monkeypatch.setattr(sys, "argv", ["exactness.py", *models, *sizes])
+    with pytest.raises(SystemExit) as exit_:
+        exactness.main()
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])["exactness"]
+    assert exit_.value.code == (0 if document["holds"] else 1)
+    assert {way["tokens"] for way in document["ways"]} == {50}

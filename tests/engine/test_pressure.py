@@ -4,6 +4,8 @@ does not depend on a draft."""
 import pytest
 
 from dspark.core.sampling import SamplingParams
+from dspark.engine import places
+from dspark.nn import attention
 from tests.engine.setup import BLOCK, PROMPTS, drafter, engine_of, run
 from tests.engine.test_same_seed import PARAMS
 
@@ -45,13 +47,13 @@ def test_records_and_rounds_go_on_after_preemption():
 def test_rebuilt_positions_are_those_that_were_lost():
     engine = engine_of(("untrained", BLOCK), prefix_cache=False, **TIGHT)
     lost = []
-    preempt = engine.places._preempt
+    preempt = engine.places.preempt
 
     def watched(state):
         lost.append(state.cached)
         preempt(state)
 
-    engine.places._preempt = watched
+    engine.places.preempt = watched
     run(PROMPTS, LONG, engine=engine)
     assert len(lost) == engine.stats().preemptions > 1
     assert engine.stats().rebuilt_positions == sum(lost)
@@ -61,13 +63,13 @@ class TestWhoGivesWay:
     def preempted(self, priorities, **config):
         engine = engine_of(("untrained", BLOCK), **{**TIGHT, **config})
         order = []
-        preempt = engine.places._preempt
+        preempt = engine.places.preempt
 
         def watched(state):
             order.append(state.request.id)
             preempt(state)
 
-        engine.places._preempt = watched
+        engine.places.preempt = watched
         params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
         ids = [engine.add([5, 6, 7, 8 + p], params, priority=p) for p in priorities]
         list(engine.run())
@@ -160,3 +162,8 @@ def test_who_runs_does_not_depend_on_the_draft():
     shared = min(map(len, traces))
     assert traces[0][: shared - 1] == traces[1][: shared - 1]
     assert traces[0][shared - 2][1] > 0, "there was no pressure to speak of"
+
+
+def test_requests_of_one_tile_stand_together():
+    """Places sorts by the tile that attention reads, which is attention's own number."""
+    assert places._TILE == attention._FUSED_TILE

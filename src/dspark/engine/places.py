@@ -7,7 +7,10 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.memory import KVMemory
 from dspark.engine.request import Request, RequestState
 from dspark.engine.waiting import Line, WaitingRequests
-from dspark.nn.attention import KEY_TILE
+
+_TILE = 256
+"""Keys that exact attention reads at a time (nn.attention): requests whose last key is in the same
+tile can share a call."""
 
 
 class Places:
@@ -46,13 +49,19 @@ class Places:
         """Decides who takes part in the next step; each has pages for all it may write."""
         self._make_room()
         self._admit()
-        # In memory order: neighbours at a constant stride share an attention call.
-        self.running.sort(key=lambda s: (-(-s.cached // KEY_TILE), s.table.pages[0]))
+        # Equal tiles together, in memory order: neighbours at a constant stride share a call.
+        self.running.sort(key=lambda s: (s.cached // _TILE, s.table.pages[0]))
 
     def retire(self, state: RequestState) -> None:
         """Ends a running request and frees its pages."""
         self.running.remove(state)
         self.memory.release(state)
+
+    def preempt(self, state: RequestState) -> None:
+        """Back to the queue; its text, its seed and its round number are all that it needs."""
+        self.retire(state)
+        self.waiting.push(state)
+        self.preemptions += 1
 
     def remove(self, ids: Container[int] | None = None) -> list[RequestState]:
         """Ends requests wherever they are, all of them by default, and returns them."""
@@ -68,13 +77,7 @@ class Places:
             chunk = len(state.chunk(self.config.chunk_tokens)) if state.prefilling else 0
             end = state.cached + chunk if chunk else state.reach(state.cached, self.block_size)
             while state in self.running and not self.memory.reserve(state, end):
-                self._preempt(max(self.running, key=lambda state: state.rank))
-
-    def _preempt(self, state: RequestState) -> None:
-        """Back to the queue; its text, its seed and its round number are all that it needs."""
-        self.retire(state)
-        self.waiting.push(state)
-        self.preemptions += 1
+                self.preempt(max(self.running, key=lambda state: state.rank))
 
     def _admit(self) -> None:
         passed: set[Line] = set()
@@ -100,4 +103,4 @@ class Places:
             assert lowest is not None, "an idle engine has room for every request it took"
             if lowest.request.priority >= state.request.priority:
                 return False
-            self._preempt(lowest)
+            self.preempt(lowest)

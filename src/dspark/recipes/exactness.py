@@ -14,6 +14,8 @@ from dspark.scheduling.policies import Off, Policy
 
 _PAGE = 16
 """Small pages: short prompts share some, and a preemption is soon needed."""
+_STEPS_TO_PREEMPTION = 4
+"""One request is preempted so often, as if there were too few pages."""
 
 Job = tuple[tuple[int, ...], SamplingParams]
 """A prompt and how it is sampled: greedy or `coupled`."""
@@ -62,8 +64,10 @@ def check_exactness(
         alone, _ = _generate(llm, jobs, Off(), _config(jobs, 1), advance)
         results = []
         for name, policy, config, exercised in ways:
-            warm = jobs if name == "prefix hit" else ()
-            texts, engine = _generate(llm, jobs, policy, config, advance, warm=warm)
+            texts, engine = _generate(
+                llm, jobs, policy, config, advance,
+                warm=jobs if name == "prefix hit" else (), preempt=name == "preempted",
+            )  # fmt: skip
             results.append(_compare(name, alone, texts, exercised(engine)))
     return Exactness(row_exact_kernels=llm.loaded.target.row_exact, ways=tuple(results))
 
@@ -72,24 +76,18 @@ _WayOf = tuple[str, Policy, EngineConfig, Callable[[Engine], int]]
 
 
 def _ways(llm: LLM, jobs: Sequence[Job], batch: int) -> Iterator[_WayOf]:
-    most = [len(prompt) + params.max_new_tokens for prompt, params in jobs]
-    # Enough for the longest, and for about a third of what a full batch would take.
-    together = sum(sorted(most)[-min(batch, len(jobs)) :])
-    tight = max(*most, together // 3) + 2 * _PAGE
     yield f"batch of {batch}", Off(), _config(jobs, batch), _largest_batch
     policy = llm.policy
     if policy.drafts:
         yield "speculation alone", policy, _config(jobs, 1), _accepted
         yield f"speculation in a batch of {batch}", policy, _config(jobs, batch), _accepted
-    yield "preempted", policy, _config(jobs, batch, tokens=tight), _count("preemptions")
+    yield "preempted", policy, _config(jobs, batch), _count("preemptions")
     yield "prefix hit", policy, _config(jobs, batch, cache=True), _count("prefix_hit_tokens")
 
 
-def _config(
-    jobs: Sequence[Job], requests: int, *, tokens: int | None = None, cache: bool = False
-) -> EngineConfig:
-    if tokens is None:  # twice what all can need, so that a prompt's pages stay for a second run
-        tokens = 2 * sum(len(prompt) + own.max_new_tokens + _PAGE for prompt, own in jobs)
+def _config(jobs: Sequence[Job], requests: int, *, cache: bool = False) -> EngineConfig:
+    # Twice what all can need, so that a prompt's pages stay for a second run.
+    tokens = 2 * sum(len(prompt) + own.max_new_tokens + _PAGE for prompt, own in jobs)
     return EngineConfig(
         max_requests=requests, cache_tokens=tokens, page_size=_PAGE, prefix_cache=cache
     )
@@ -103,6 +101,7 @@ def _generate(
     advance: Callable[[int, str], None],
     *,
     warm: Sequence[Job] = (),
+    preempt: bool = False,
 ) -> tuple[list[tuple[int, ...]], Engine]:
     engine = Engine(llm.loaded.target, llm.drafter, policy, config)
     for prompt, params in warm:
@@ -111,10 +110,13 @@ def _generate(
             engine.cancel()  # the first token says that the prompt's pages are there
     ids = [engine.add(prompt, params) for prompt, params in jobs]
     texts: dict[int, tuple[int, ...]] = dict.fromkeys(ids, ())
-    for event in engine.run():
-        texts[event.request] += event.tokens
-        if event.finished is not None:
-            advance(1, policy.name)
+    while not engine.idle:
+        if preempt and engine.running and len(engine.records) % _STEPS_TO_PREEMPTION == 0:
+            engine.places.preempt(max(engine.running, key=lambda state: state.rank))
+        for event in engine.step():
+            texts[event.request] += event.tokens
+            if event.finished is not None:
+                advance(1, policy.name)
     return [texts[request] for request in ids], engine
 
 
