@@ -73,7 +73,9 @@ def test_a_policy_that_drafts_needs_a_drafter():
         Engine(target(), None, FixedLength(3))
 
 
-@pytest.mark.parametrize("name", ["max_requests", "chunk_tokens", "cache_tokens", "page_size"])
+@pytest.mark.parametrize(
+    "name", ["max_requests", "chunk_tokens", "cache_tokens", "page_size", "max_waiting"]
+)
 def test_engine_configuration(name):
     with pytest.raises(ConfigError, match=f"{name} is 0"):
         EngineConfig(**{name: 0})
