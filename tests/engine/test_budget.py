@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from dspark.core.errors import ConfigError
+from dspark.core.sampling import SamplingParams
 from dspark.engine import budget
 from dspark.engine.budget import budget_tokens, free_bytes
 from dspark.engine.config import EngineConfig
+from dspark.engine.engine import Engine
+from dspark.scheduling.policies import FixedLength
 from tests.engine.setup import BLOCK, drafter, engine_of, target
 
 CPU = torch.device("cpu")
@@ -47,7 +50,7 @@ def test_target_and_drafter_have_one_budget():
     assert both.memory.bytes_per_token == plain.memory.bytes_per_token + context.bytes_per_token(
         torch.float32
     )
-    assert both.memory.tokens == 32 * 512, "all requests at the longest context fit this machine"
+    assert plain.memory.tokens == 32 * 512, "all requests at the longest context fit this machine"
     assert both.memory.store.keys[0].shape[0] == both.memory.draft_store.keys[0].shape[0]
     halved = engine_of(("untrained", BLOCK), cache_dtype="bfloat16")
     assert halved.memory.bytes_per_token * 2 == both.memory.bytes_per_token
@@ -62,8 +65,26 @@ def test_it_says_what_it_takes():
 def test_a_cache_for_known_requests_has_an_extent_for_each():
     config = EngineConfig.for_requests([64, 65, 200, 300], max_requests=3, row_exact=True)
     assert config.cache_tokens == 64 * (2 + 4 + 8) and config.max_requests == 3
+    block = EngineConfig.for_requests(
+        [64, 65, 200, 300], max_requests=3, row_exact=True, block_size=4
+    )
+    assert block.cache_tokens == 64 * (2 + 4 + 8)
     alone = EngineConfig.for_requests([10], max_requests=32, row_exact=True)
     assert (alone.cache_tokens, alone.max_requests) == (64, 1)
+
+
+@pytest.mark.parametrize("tokens", [60, 61, 64, 65, 128, 512])
+def test_a_request_fits_the_cache_that_was_made_for_it(tokens):
+    params = SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True)
+    config = EngineConfig.for_requests(
+        [tokens], max_requests=1, row_exact=True, block_size=BLOCK, prefix_cache=False
+    )
+    engine = Engine(target(), drafter("untrained"), FixedLength(BLOCK), config)
+    engine.add([5] * (tokens - 5), params)
+    assert sum(len(event.tokens) for event in engine.run()) == 5
+    unstated = EngineConfig(max_requests=1)
+    engine = Engine(target(), drafter("untrained"), FixedLength(BLOCK), unstated)
+    engine.add([5] * (tokens - 5), params)
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])

@@ -53,15 +53,18 @@ class EngineConfig:
         *,
         max_requests: int,
         row_exact: bool,
+        block_size: int = 0,
         prefix_cache: bool = True,
     ) -> "EngineConfig":
         """A cache large enough for the longest `max_requests` of some requests, each in an extent
         of its own (nn.pages).
 
         most_tokens: per request, prompt and new tokens together.
+        block_size: the drafter's: a block's own keys and values may lie behind the text.
         """
         page = cls().page_size
-        needs = sorted(page << (-(-tokens // page) - 1).bit_length() for tokens in most_tokens)
+        pages = (-(-(tokens + block_size) // page) for tokens in most_tokens)
+        needs = sorted(page << (count - 1).bit_length() for count in pages)
         max_requests = max(1, min(max_requests, len(needs)))
         return cls(
             max_requests=max_requests,

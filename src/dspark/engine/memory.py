@@ -38,6 +38,8 @@ class KVMemory:
     """Who has which pages, and the two stores that they index."""
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
+        self.beyond = drafter.block_size if drafter is not None else 0
+        """Positions after the end of a text that its last draft block may cover."""
         dtype: torch.dtype = getattr(torch, config.cache_dtype)
         shapes = [target.kv_shape] + ([drafter.kv_shape] if drafter is not None else [])
         self.bytes_per_token = sum(shape.bytes_per_token(dtype) for shape in shapes)
@@ -46,12 +48,10 @@ class KVMemory:
             tokens = budget_tokens(
                 self.bytes_per_token,
                 share=config.memory_share,
-                most_tokens=config.max_requests * target.max_context,
+                most_tokens=config.max_requests * (target.max_context + self.beyond),
                 device=target.device,
             )
         self.config = config
-        self.beyond = drafter.block_size if drafter is not None else 0
-        """Positions after the end of a text that its last draft block may cover."""
         self.counts = MemoryCounts()
         self.index = PrefixIndex()
         self.pool = PagePool(

@@ -56,6 +56,7 @@ def closed_loop(
     config = EngineConfig.for_requests(
         (len(job.prompt) + job.params.max_new_tokens for job in jobs),
         max_requests=concurrency,
+        block_size=llm.drafter.block_size if llm.drafter is not None else 0,
         row_exact=policy.drafts if row_exact is None else row_exact,
         prefix_cache=False,  # jobs repeat prompts, and every one is to be read
     )

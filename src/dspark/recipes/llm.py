@@ -245,6 +245,7 @@ class Generation:
         config = EngineConfig.for_requests(
             (len(prompt) + p.max_new_tokens for prompt, p in zip(prompts, params, strict=True)),
             max_requests=llm.max_requests,
+            block_size=llm.drafter.block_size if llm.drafter is not None else 0,
             row_exact=row_exact,
         )
         self.engine = Engine(
