@@ -3,11 +3,13 @@
 import random
 
 import pytest
+from torch import nn
 
 from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
+from dspark.nn.four_bit import GROUP
 from dspark.nn.linear import check_kind
 from dspark.scheduling.policies import Off
 from dspark.targets.tiny import tiny_model
@@ -99,17 +101,22 @@ def test_a_drawn_seed_repeats_a_run():
     assert fresh[0] != fresh[1], "two drawn seeds of 63 bits were equal"
 
 
-@pytest.mark.parametrize("kind", ["int8", "bf16"])
+@pytest.mark.parametrize("kind", ["q4", "int8", "bf16"])
 def test_with_a_kernel_for_prompts_and_one_for_tokens(kind):
-    """int8 has two kernels: a row's own kind chooses, whoever decodes or prefills beside it."""
+    """q4 and int8 have two kernels: a row's own kind chooses, whoever decodes or prefills beside
+    it."""
     try:
         check_kind(kind)
     except ConfigError:
         pytest.skip(f"{kind} does not run on this machine")
     model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}
-    packed = packed_target(tiny_model("llama", **model), kind)
+    tiny = tiny_model("llama", **model)
+    if kind == "q4":
+        snap_to_grid(tiny)
+    packed = packed_target(tiny, kind)
     if not packed.row_exact:
         pytest.skip(f"{kind} is not exact on this machine")
+    assert packed.fast is not None and packed.fast.layers[0].qkv.kind == kind
 
     def tokens(prompts, params, **config):
         engine = Engine(packed, None, Off(), EngineConfig(page_size=4, **config))
@@ -119,3 +126,13 @@ def test_with_a_kernel_for_prompts_and_one_for_tokens(kind):
     alone = [tokens([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
     assert tokens(PROMPTS, PARAMS) == alone
     assert tokens(PROMPTS, PARAMS, chunk_tokens=3, max_requests=3) == alone
+
+
+def snap_to_grid(model):
+    """Gives a model weights as a 4-bit GGUF holds them."""
+    for module in model.get_decoder().layers.modules():
+        if isinstance(module, nn.Linear):
+            groups = module.weight.detach().view(len(module.weight), -1, GROUP)
+            step = groups.abs().amax(-1, keepdim=True) / 8
+            codes = (groups / step).round().clamp(-8, 7)
+            module.weight.data.copy_((codes * step).view_as(module.weight))

@@ -160,6 +160,19 @@ def test_exact_mode_is_a_switch():
     assert seen == [4, 4, 6]
 
 
+def test_each_of_two_kernels_keeps_to_its_own_row_counts():
+    mode = RowMode(exact=True, prompt_from=3)
+    layer = PackedLinear(random(8, 32), None, available("int8"), mode)
+    seen = {"kernel": [], "prompt_kernel": []}
+    for name, counts in seen.items():
+        kernel = getattr(layer, name)
+        spy = lambda x, kernel=kernel, counts=counts: (counts.append(len(x)), kernel(x))[1]  # noqa: E731
+        setattr(layer, name, spy)
+    layer.exact_rows, layer.exact_prompt_rows = ExactRows((4,)), ExactRows((5,))
+    layer(random(10, 32))
+    assert seen == {"kernel": [4], "prompt_kernel": [5, 5]}
+
+
 def test_what_a_machine_cannot_run_names_the_remedy(monkeypatch):
     def refuse(weight):
         raise RuntimeError("no such instruction\nsecond line")

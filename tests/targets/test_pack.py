@@ -66,6 +66,21 @@ def test_drift_is_counted_right():
     )
 
 
+def test_only_layers_that_see_the_whole_batch_tell_prompts_apart():
+    """`prompt_from` counts the rows of the batch: an LM head gets the sampled ones, an expert its
+    own."""
+    try:
+        check_kind("int8")
+    except ConfigError:
+        pytest.skip("int8 does not run on this machine")
+    model = tiny_model("qwen3_moe", num_hidden_layers=1)
+    pack_model(model, "int8")
+    assert model.lm_head.prompt_kernel is None
+    block = {id(layer) for layer in packed_layers(model.model.layers[0].mlp)}
+    for layer in packed_layers(model.model.layers[0]):
+        assert (layer.prompt_kernel is None) == (id(layer) in block)
+
+
 def test_everything_is_packed_once():
     model = tiny_model("llama", num_hidden_layers=2)
     packed = pack_model(model, "fp32")
