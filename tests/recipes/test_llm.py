@@ -185,6 +185,8 @@ def test_bad_construction(target_folder, bundle_folder, tmp_path):
         LLM(str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match="no such folder"):
         LLM(str(target_folder), draft=tmp_path / "nowhere", weights="fp32")
+    with pytest.raises(ConfigError, match="max_requests is 0; it must be at least 1"):
+        LLM(str(target_folder), max_requests=0)
     with pytest.raises(ConfigError, match="threads is 0"):
         LLM(str(target_folder), threads=0)
     with pytest.raises(ConfigError, match="needs a drafter"):

@@ -99,6 +99,8 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         set_threads(threads)
+        if max_requests < 1:
+            raise ConfigError(f"max_requests is {max_requests}; it must be at least 1")
         progress = progress or Progress(quiet=True)
         if draft == "auto":
             draft = shipped_bundle() if target is None else None
