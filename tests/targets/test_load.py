@@ -214,7 +214,7 @@ class TestGGUF:
 
         def race(folder, path):
             record(folder, path)
-            target = next(iter(load._cache_folder().glob("targets")))
+            target = next(iter(load.cache_folder().glob("targets")))
             shutil.copytree(folder, target / f"small-{load._file_hash(path)[:16]}")
 
         monkeypatch.setattr(load, "_record_source", race)
@@ -229,9 +229,9 @@ class TestGGUF:
         refused(gguf, "small.gguf", "bad magic")
 
 
-def test_the_cache_folder(monkeypatch, tmp_path):
+def test_thecache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("DSPARK_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load._cache_folder() == tmp_path / "dspark"
+    assert load.cache_folder() == tmp_path / "dspark"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert load._cache_folder() == Path.home() / ".cache" / "dspark"
+    assert load.cache_folder() == Path.home() / ".cache" / "dspark"

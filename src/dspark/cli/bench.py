@@ -17,7 +17,7 @@ def bench(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Policy to measure: off or fixed:N. Repeatable. "
+            help="Policy to measure, as for generate. Repeatable. "
             "Default: off and what generate uses.",
             show_default=False,
         ),
@@ -35,8 +35,13 @@ def bench(
     target: options.Target = None,
     draft: options.Draft = None,
     verification: Annotated[
-        str, typer.Option(help="Verification rule of all rows: rejection or coupled.")
-    ] = "rejection",
+        str | None,
+        typer.Option(
+            help="Verification rule of all rows. Default: rejection; coupled if global is among "
+            "the policies.",
+            show_default=False,
+        ),
+    ] = None,
     temperature: options.Temperature = 1.0,
     max_new_tokens: options.MaxNewTokens = 128,
     seed: Annotated[

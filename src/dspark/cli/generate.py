@@ -70,7 +70,7 @@ def generate(
     screen = Screen()
     if llm.policy.drafts:
         if policy is None:
-            progress.say(f"policy: {llm.policy.name} (there is no cost table to choose by)")
+            progress.say(f"policy: {llm.policy.name}")
         screen.legend()
     try:
         if compare:

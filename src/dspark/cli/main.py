@@ -19,6 +19,7 @@ from dspark.cli.doctor import doctor
 from dspark.cli.eval import evaluate
 from dspark.cli.generate import generate
 from dspark.cli.output import print_error
+from dspark.cli.profile import profile
 from dspark.cli.train import train
 from dspark.core.errors import DSparkError
 
@@ -26,6 +27,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "generate": generate,
     "train": train,
     "calibrate": calibrate,
+    "profile": profile,
     "eval": evaluate,
     "bench": bench,
     "doctor": doctor,

@@ -27,8 +27,8 @@ Draft = Annotated[
 Policy = Annotated[
     str | None,
     typer.Option(
-        help="How many draft tokens to verify: off or fixed:N. Default: what the bundle says, "
-        "else its whole block.",
+        help="How many draft tokens to verify: off, fixed:N, threshold:X, early, async, marginal "
+        "or global. Default: what the bundle says, else its whole block.",
         show_default=False,
     ),
 ]

@@ -11,6 +11,7 @@ from dspark.data.prompts import Prompt
 from dspark.evaluation.acceptance import measure_acceptance
 from dspark.recipes.closed_loop import LoadResult, closed_loop
 from dspark.recipes.llm import LLM
+from dspark.recipes.profile import ensure_costs
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job, make_jobs
 from dspark.scheduling.policies import Policy, check_rule
@@ -71,7 +72,10 @@ def bench(
     there are at least two for every place. `off` is our fastest plain path: no drafter in the
     engine and no tiles that only speculation needs.
 
-    policies: None is `off` and what this LLM uses by default.
+    policies: None is `off` and what this LLM uses by default. Where one needs a cost table and none
+        fits, this machine is profiled first.
+    sampling: its rule holds for all rows; without one it is `rejection` where every policy is
+        lossless under it, else `coupled`.
     Raises ConfigError for a policy that does not exist or is not lossless under the rule.
     """
     progress = progress or Progress(quiet=True)
@@ -80,8 +84,14 @@ def bench(
     for concurrency in concurrencies:
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
+    if policies:
+        ensure_costs(llm, policies, progress)
     names = policies or (["off"] if llm.drafter is None else ["off", llm.resolve_policy(None).name])
     chosen = [llm.resolve_policy(name) for name in dict.fromkeys(names)]
+    rule = sampling.verification or _common_rule(chosen)
+    for policy in chosen:
+        check_rule(policy, rule)
+    sampling = replace(sampling, verification=rule)
     copies = {count: max(1, -(-2 * count // len(prompts))) for count in concurrencies}
     jobs = make_jobs(
         llm, prompts, sampling, samples=max(copies.values()), seed=seed, say=progress.say
@@ -91,9 +101,6 @@ def bench(
         concurrency: [job for job in jobs if job.sample < samples]
         for concurrency, samples in copies.items()
     }
-    rule = jobs[0].params.rule
-    for policy in chosen:
-        check_rule(policy, rule)
 
     cells = [(policy, concurrency) for concurrency in loads for policy in chosen]
     results: dict[tuple[str, int], list[LoadResult]] = {(p.name, c): [] for p, c in cells}
@@ -124,6 +131,10 @@ def bench(
         rounds=rounds,
         prompts=len(prompts),
     )
+
+
+def _common_rule(policies: Sequence[Policy]) -> VerificationRule:
+    return "rejection" if all("rejection" in policy.rules for policy in policies) else "coupled"
 
 
 def _row(

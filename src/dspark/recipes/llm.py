@@ -1,5 +1,6 @@
 """The Python API: a target and a drafter joined, generating."""
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,16 @@ from dspark.nn.linear import WeightKind
 from dspark.nn.seams import Drafter
 from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle
 from dspark.recipes.calibration import serving_calibration
+from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
 from dspark.recipes.progress import Progress
 from dspark.recipes.values import set_threads
-from dspark.scheduling.parse import parse_policy
+from dspark.scheduling.cost_model import CostModel
+from dspark.scheduling.parse import needs_cost, parse_policy
 from dspark.scheduling.policies import Policy
+from dspark.scheduling.table import Fingerprint
 from dspark.targets.load import LoadedTarget, load_target
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -74,7 +80,9 @@ class LLM:
     target: a folder, a hub id or a GGUF file; None is the embedded SmolLM2-135M-Instruct.
     draft: a bundle folder; "lookup" is prompt lookup, which needs no training; "auto" is the
         shipped bundle with the embedded target and no drafter with any other; None is no drafter.
-    policy: `off`, `fixed:N`; None is the bundle's own, else the whole block; off without a drafter.
+    policy: see `dspark.scheduling.parse`; None is the bundle's own, else the whole block; off
+        without a drafter. One that weighs cost needs a table that `dspark profile` has measured
+        here; where there is none a fixed length stands in, and a line says so.
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8); None picks for the processor.
     threads: CPU threads for torch; None leaves torch's own choice.
     max_requests: how many prompts decode at once; more wait.
@@ -123,6 +131,10 @@ class LLM:
         self.draft_name: str | None = None
         self.drafter: Drafter | None = None
         self._bundle_policy: str | None = None
+        self._drafter_id = LOOKUP
+        self._has_confidence = False
+        self._cost: CostModel | None = None
+        self._say = logger.warning if progress.quiet else progress.say
         if draft == LOOKUP:
             self.draft_name = LOOKUP
             self.drafter = PromptLookup()
@@ -135,6 +147,8 @@ class LLM:
             self.draft_name = SHIPPED if draft == shipped_bundle() else str(draft)
             self.drafter = make_drafter(bundle, self.loaded)
             self._bundle_policy = None if bundle.info is None else bundle.info.policy
+            self._drafter_id = drafter_id(bundle.path)
+            self._has_confidence = bundle.config.enable_confidence_head
         self.policy = self.resolve_policy(policy)
 
     def resolve_policy(self, text: str | None) -> Policy:
@@ -142,7 +156,43 @@ class LLM:
         block_size = None if self.drafter is None else self.drafter.block_size
         if text is None:
             text = "off" if block_size is None else self._bundle_policy or f"fixed:{block_size}"
-        return parse_policy(text, block_size=block_size)
+        if self.lacks_costs(text):
+            assert block_size is not None
+            fixed = f"fixed:{(block_size + 1) // 2}"
+            self._say(
+                f"policy {text} needs a cost table of this machine, target and drafter, and "
+                f"{why_none(self.fingerprint)}; using {fixed} instead. Run dspark profile for one"
+            )
+            text = fixed
+        return parse_policy(
+            text,
+            block_size=block_size,
+            has_confidence=self._has_confidence,
+            cost=self.cost_model,
+        )
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What a cost table must have been measured with to hold here."""
+        return fingerprint_of(self.loaded, self._drafter_id)
+
+    def cost_model(self) -> CostModel | None:
+        """What steps cost on this machine; None where it has not been measured.
+
+        Raises DataError for a table that is broken or another machine's.
+        """
+        if self._cost is None and (table := find_table(self.fingerprint)) is not None:
+            self._cost = table.fit().model
+        return self._cost
+
+    def forget_costs(self) -> None:
+        """The table is read again before the next use."""
+        self._cost = None
+
+    def lacks_costs(self, policy: str) -> bool:
+        """Whether only a cost table is missing to run this policy."""
+        able = self.drafter is not None and self._has_confidence
+        return able and needs_cost(policy) and self.cost_model() is None
 
     def generate(
         self,

@@ -2,13 +2,14 @@
 
 import difflib
 import os
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 
 from dspark.core.errors import ConfigError
 from dspark.core.sampling import RULES, VerificationRule
 from dspark.nn.linear import KINDS, WeightKind
+from dspark.scheduling.exports import ExportFormat
 
 _THREADS_A_PROCESSOR = 16
 """Beyond it, a mistyped number would take all memory for stacks before anything is said."""
@@ -20,6 +21,10 @@ def rule_value(text: str | None) -> VerificationRule | None:
 
 def weights_value(text: str | None) -> WeightKind | None:
     return cast(WeightKind | None, _one_of("weights", text, KINDS))
+
+
+def format_value(text: str | None) -> str | None:
+    return _one_of("format", text, get_args(ExportFormat))
 
 
 def set_threads(threads: int | None) -> None:

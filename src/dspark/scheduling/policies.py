@@ -160,7 +160,8 @@ class Threshold:
         if view.confidence_RK is None:
             return np.zeros(len(view.requests), dtype=np.int64)
         sure_RK = view.confidence_RK >= self.least
-        return np.minimum(np.cumprod(sure_RK, axis=1).sum(axis=1), view.max_admit_R)
+        lengths: IntArray = np.cumprod(sure_RK, axis=1, dtype=np.int64).sum(axis=1)
+        return np.minimum(lengths, view.max_admit_R)
 
     def observe(self, record: StepRecord) -> None:
         """Keeps no state."""

@@ -127,6 +127,7 @@ def _count(row: Mapping[str, Any], key: str, where: str) -> int:
 
 def _seconds(row: Mapping[str, Any], key: str, where: str) -> float:
     value = row.get(key)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or not number or not 0 < value < math.inf:
         raise DataError(f"{where} has {key} {value!r}; times must be positive and finite")
-    return value / 1000
+    return float(value) / 1000

@@ -246,7 +246,7 @@ def _converted_gguf(path: Path, say: Say) -> Path:
 
     The cache key is the file's content, so a replaced file is converted again.
     """
-    folder = _cache_folder() / "targets" / f"{path.stem}-{_file_hash(path)[:16]}"
+    folder = cache_folder() / "targets" / f"{path.stem}-{_file_hash(path)[:16]}"
     if (folder / "config.json").is_file():
         return folder
     try:
@@ -292,7 +292,7 @@ def _file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     if "DSPARK_CACHE" in os.environ:
         return Path(os.environ["DSPARK_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dspark"

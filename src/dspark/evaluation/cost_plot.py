@@ -1,0 +1,43 @@
+"""SPS(B): steps per second by batch tokens, as measured and as fitted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dspark.core.errors import ConfigError, MissingExtraError
+
+Point = tuple[int, int, float]
+"""Requests, batch tokens, steps per second."""
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_plots(path: Path) -> None:
+    """Raises, before any work, for a file that could not be drawn."""
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"cannot draw {path.name!r}; the file must end in {', '.join(_SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("matplotlib", "plots") from None
+
+
+def plot_sps(path: Path, measured: Sequence[Point], fitted: Sequence[Point]) -> None:
+    """Dots are medians, lines the fit; a colour a count of requests."""
+    check_plots(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for requests in sorted({point[0] for point in measured}):
+        own = [(tokens, rate) for count, tokens, rate in measured if count == requests]
+        line = [(tokens, rate) for count, tokens, rate in fitted if count == requests]
+        [drawn] = axes.plot(*zip(*line, strict=True), drawstyle="steps-pre", linewidth=1)
+        axes.plot(
+            *zip(*own, strict=True), "o", markersize=3, color=drawn.get_color(),
+            label=f"{requests} requests",
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens in the batch, B", ylabel="steps per second, draft included")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    figure.savefig(path)
