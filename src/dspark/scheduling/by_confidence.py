@@ -12,7 +12,6 @@ marginal  this round's survival, up to the first position whose tokens are worth
 """
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -34,6 +33,7 @@ from dspark.scheduling.throughput import Throughput
 
 _FIRST_CONFIDENCE = 0.7
 """Of every position, before anything is known."""
+_HULLS_KEPT = 4096
 
 
 class RoundCost(Protocol):
@@ -78,8 +78,9 @@ class ByConfidence(ABC):
         return lengths
 
     def observe(self, record: StepRecord) -> None:
-        if self.gate is not None and self._view is not None:
-            self.gate.observe(self._view, record)
+        view, self._view = self._view, None
+        if view is not None:
+            self._observe(view, record)
 
     def fresh(self) -> Policy:
         gate = None if self.gate is None else self.gate.fresh()
@@ -91,6 +92,10 @@ class ByConfidence(ABC):
             drafting=int((view.max_admit_R > 0).sum()),
             context_tokens=float(view.context_R.sum()),
         )
+
+    def _observe(self, view: RoundView, record: StepRecord) -> None:
+        if self.gate is not None:
+            self.gate.observe(view, record)
 
     @abstractmethod
     def _admit(self, view: RoundView) -> IntArray: ...
@@ -166,12 +171,12 @@ class Marginal(ByConfidence):
         super().__init__(cost, gate)
         self._model = cost
         self.throughput = Throughput(cost) if gate is None else gate.throughput
-        self._slopes = lru_cache(maxsize=4096)(self._hull_slopes)
+        self._slopes: dict[tuple[int, int], FloatArray] = {}
 
-    def observe(self, record: StepRecord) -> None:
-        super().observe(record)
-        if self.gate is None and self._view is not None:
-            self.throughput.observe(self._view, record)
+    def _observe(self, view: RoundView, record: StepRecord) -> None:
+        super()._observe(view, record)
+        if self.gate is None:
+            self.throughput.observe(view, record)
 
     def _admit(self, view: RoundView) -> IntArray:
         if view.survival_RK is None:
@@ -180,16 +185,21 @@ class Marginal(ByConfidence):
         requests, context = len(view.requests), float(view.context_R.sum())
         # How many rows there may be is not the draft's to say: those of survival 0 count, too.
         most = int(view.max_admit_R.sum())
-        slopes = self._slopes(requests + view.prefill_tokens, most)[: len(path.entries_E)]
-        pair = (self._model.forward.per_pair + self._model.rest.per_pair) * context / requests
+        slopes = self._hull_slopes(requests + view.prefill_tokens, most)[: len(path.entries_E)]
+        pair = self._model.pair_seconds * context / requests
         gains = path.survival_E - self.throughput.rate(view) * (slopes + pair)
         losses = gains <= 0
         return path.lengths(int(np.argmax(losses)) if losses.any() else len(gains))
 
     def _hull_slopes(self, base: int, rows: int) -> FloatArray:
-        tokens = np.arange(base, base + rows + 1)
-        seconds = self._model.forward.tokens(tokens) + self._model.rest.tokens(tokens)
-        return hull_slopes(seconds)
+        """Seconds of each of `rows` more rows, beside a batch of `base`; kept, as loads recur."""
+        if (base, rows) not in self._slopes:
+            if len(self._slopes) == _HULLS_KEPT:
+                self._slopes.clear()
+            tokens = np.arange(base, base + rows + 1)
+            seconds = self._model.step_seconds(tokens, requests=1, context_tokens=0.0)
+            self._slopes[base, rows] = hull_slopes(seconds)
+        return self._slopes[base, rows]
 
 
 def hull_slopes(values: FloatArray) -> FloatArray:

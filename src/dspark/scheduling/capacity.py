@@ -33,27 +33,36 @@ class LaggedSurvival:
         assert lag >= 1, f"lag is {lag}; capacity may not be decided from the round it decides"
         self._mean_K = as_numbers(prior_K)
         self._seen = 0
-        self._rounds: deque[dict[int, NumberArray]] = deque(maxlen=lag)
+        self._rounds: deque[tuple[dict[int, int], NumberArray]] = deque(maxlen=lag)
         self._lag = lag
 
     def before(self, requests: Sequence[int]) -> NumberArray:
         """Survival [R, K] of these requests (by id), `lag` rounds before the round to decide."""
-        old = self._rounds[0] if len(self._rounds) == self._lag else {}
-        rows = [old.get(request, self._mean_K) for request in requests]
-        return np.array(rows, dtype=self._mean_K.dtype).reshape(len(rows), len(self._mean_K))
+        survival_RK: NumberArray = np.tile(self._mean_K, (len(requests), 1))
+        if len(self._rounds) == self._lag:
+            rows, old_RK = self._rounds[0]
+            found = [(r, rows[request]) for r, request in enumerate(requests) if request in rows]
+            if found:
+                here, there = zip(*found, strict=True)
+                survival_RK[[*here]] = old_RK[[*there]]
+        return survival_RK
 
     def record(self, requests: Sequence[int], survival_RK: npt.ArrayLike) -> None:
         """Keeps the survival [R, K] of the requests that drafted in a round.
 
         Once a round, after its capacity is decided; a round without any draft has no requests.
         """
-        survival = as_numbers(survival_RK)
+        survival = as_numbers(survival_RK).copy()
         # Keyed by request, not by batch slot: a new request never inherits another's survival.
-        self._rounds.append(dict(zip(requests, survival.copy(), strict=True)))
+        rows = {request: row for row, request in enumerate(requests)}
+        assert len(rows) == len(survival)
+        self._rounds.append((rows, survival))
         if len(self._rounds) == self._lag:
-            for row_K in self._rounds[0].values():  # old enough from the next round on
-                self._seen = min(self._seen + 1, _ROUNDS_IN_MEAN)
-                self._mean_K = self._mean_K + (row_K - self._mean_K) / (self._seen + 1)
+            old_RK = self._rounds[0][1]  # old enough from the next round on
+            count = len(old_RK)
+            self._seen = min(self._seen + count, max(_ROUNDS_IN_MEAN, count))
+            change_K = old_RK.sum(axis=0) - count * self._mean_K
+            self._mean_K = self._mean_K + change_K / (self._seen + 1)
 
 
 def lagged_capacity(

@@ -10,7 +10,7 @@ the engines' cost tables leave both out. Nothing of a plain step overlaps, so it
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,9 @@ class Curve:
         beyond = counts - last
         return known + self.slope * np.maximum(beyond, 0) if (beyond > 0).any() else known
 
-    def span(self, start: int, count: int) -> FloatArray:
-        """Seconds of `count` counts from `start` on."""
-        if start + count <= len(self.seconds):
-            return self.seconds[start : start + count]
-        return self(np.arange(start, start + count))
+    def __add__(self, other: "Curve") -> "Curve":
+        counts = np.arange(max(len(self.seconds), len(other.seconds)))
+        return Curve(self(counts) + other(counts), self.slope + other.slope)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +59,14 @@ class PartCost:
         fixed = float(self.requests(requests)) + self.per_context * context_tokens
         return self.tokens(batch_tokens) + (fixed + pair * np.asarray(batch_tokens))
 
+    def __add__(self, other: "PartCost") -> "PartCost":
+        return PartCost(
+            self.tokens + other.tokens,
+            self.requests + other.requests,
+            self.per_context + other.per_context,
+            self.per_pair + other.per_pair,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostModel:
@@ -70,14 +76,21 @@ class CostModel:
     """What else a step without a draft takes."""
     draft: PartCost
     """`tokens` is zero here, and `requests` counts those that draft."""
+    _whole: PartCost = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_whole", self.forward + self.rest)
 
     def step_seconds(
         self, batch_tokens: npt.ArrayLike, *, requests: int, context_tokens: float
     ) -> FloatArray:
         """Seconds of a step without its draft, at each of `batch_tokens`."""
-        return self.forward.seconds(batch_tokens, requests, context_tokens) + self.rest.seconds(
-            batch_tokens, requests, context_tokens
-        )
+        return self._whole.seconds(batch_tokens, requests, context_tokens)
+
+    @property
+    def pair_seconds(self) -> float:
+        """Seconds of a query that meets one more cached token."""
+        return self._whole.per_pair
 
     def draft_seconds(self, drafting: int, *, requests: int, context_tokens: float) -> float:
         """Seconds of the draft block of `drafting` of `requests`; 0 for none."""

@@ -19,7 +19,6 @@ deeper ones of its own request when a confidence is exactly 1. Positions of surv
 admitted, nor are those beyond `max_admit_R`, a limit that must not depend on the draft.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +26,9 @@ import numpy.typing as npt
 
 from dspark.scheduling.arrays import IntArray, NumberArray, as_numbers
 from dspark.scheduling.cost_model import Sps
+
+_FIRST_LOOK = 256
+"""Entries that Algorithm 1 looks at before it looks at twice as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +45,12 @@ class GreedyPath:
         requests = self.entries_E[:count] % self.num_requests
         return np.bincount(requests, minlength=self.num_requests)
 
-    def throughput(self, sps: Sps, prefill_tokens: int) -> NumberArray:
-        """Theta [E + 1], tokens per second, when 0, 1, ... E entries are admitted."""
+    def throughput(self, sps: Sps, prefill_tokens: int, *, most: int | None = None) -> NumberArray:
+        """Theta [E + 1], tokens per second, when 0, 1, ... E entries are admitted; `most` stops
+        after so many entries."""
         # cumsum adds in order, so an entry of Theta is a function of the entries before it alone,
         # to the last bit. A pairwise sum would let later entries in through rounding.
-        gained = np.concatenate(([0], np.cumsum(self.survival_E)))
+        gained = np.concatenate(([0], np.cumsum(self.survival_E[:most])))
         batch_tokens = self.num_requests + prefill_tokens + np.arange(len(gained))
         theta: NumberArray = (self.num_requests + gained) * sps(batch_tokens)
         return theta
@@ -96,7 +99,14 @@ def algorithm_1(
     Lossless under `rejection`. Where Theta rises strictly and then never exceeds its peak again, it
     is the optimum.
     """
-    return _admit(survival_RK, sps, prefill_tokens, max_admit_R, stop_at_first_loss)
+    path = greedy_path(survival_RK, max_admit_R)
+    entries = len(path.entries_E)
+    most = _FIRST_LOOK
+    while True:  # most of a long path is never looked at
+        count = stop_at_first_loss(path.throughput(sps, prefill_tokens, most=most))
+        if count < most or most >= entries:
+            return path.lengths(count)
+        most *= 2
 
 
 def unconstrained_search(
@@ -111,7 +121,8 @@ def unconstrained_search(
     Biased under `rejection` when fed with the survival of the round it decides: see the module
     text. Arguments as in `algorithm_1`.
     """
-    return _admit(survival_RK, sps, prefill_tokens, max_admit_R, stop_at_best)
+    path = greedy_path(survival_RK, max_admit_R)
+    return path.lengths(stop_at_best(path.throughput(sps, prefill_tokens)))
 
 
 def top_k_admission(
@@ -124,17 +135,6 @@ def top_k_admission(
     """
     assert capacity >= 0, f"capacity is {capacity}"
     return greedy_path(survival_RK, max_admit_R).lengths(capacity)
-
-
-def _admit(
-    survival_RK: npt.ArrayLike,
-    sps: Sps,
-    prefill_tokens: int,
-    max_admit_R: IntArray | None,
-    stop: Callable[[NumberArray], int],
-) -> IntArray:
-    path = greedy_path(survival_RK, max_admit_R)
-    return path.lengths(stop(path.throughput(sps, prefill_tokens)))
 
 
 def _descending(values: NumberArray) -> IntArray:
