@@ -126,7 +126,7 @@ def test_paper_map_names_what_exists() -> None:
     code = re.findall(r"`([a-z_/]+\.py)(?:: (\w+))?`", page)
     missing = []
     for path, name in code:
-        file = ROOT / path if path.startswith("tests/") else PACKAGE / path
+        file = ROOT / path if path.startswith(("tests/", "benchmarks/")) else PACKAGE / path
         text = file.read_text() if file.exists() else ""
         if not text or (name and not re.search(rf"^(?:def|class) {name}\b", text, re.MULTILINE)):
             missing.append(f"{path}: {name}" if name else path)

@@ -5,11 +5,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dspark.core.errors import ConfigError, DSparkError, MissingExtraError
 from dspark.core.sampling import SamplingParams
+from dspark.recipes import profile as profile_module
+from dspark.recipes.profile import ProfileConfig
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job
 from tests.recipes.tiny import write_all, write_prompts
@@ -22,7 +25,8 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts import each other from their own folder, as they do when they are run."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("common", "single_stream", "llama_cpp", "weights", "exactness"):
+    own = ("policy_sweep", "threshold_sweep", "gate_cost", "planner_time")
+    for name in ("common", "single_stream", "llama_cpp", "weights", "exactness", *own):
         sys.modules.pop(name, None)
 
 
@@ -191,3 +195,80 @@ def test_exactness_runs(
     document = json.loads(capsys.readouterr().out.splitlines()[-1])["exactness"]
     assert exit_.value.code == (0 if document["holds"] else 1)
     assert {way["tokens"] for way in document["ways"]} == {50}
+
+
+# -- scheduling -------------------------------------------------------------------------------
+
+
+def scheduling_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, *args: str
+) -> dict[str, Any]:
+    """A script's result on the tiny models, with a machine that is quickly profiled."""
+    monkeypatch.setenv("DSPARK_CACHE", str(folder / "cache"))
+    small = ProfileConfig(max_requests=2, contexts=(20,), repeats=1)
+    full = profile_module.profile
+    monkeypatch.setattr(
+        profile_module, "profile", lambda llm, *, progress: full(llm, small, progress=progress)
+    )
+    files = [str(folder / f"{name}.jsonl") for name in ("gsm8k", "humaneval")]
+    result: dict[str, Any] = module.main(
+        ["--files", *files, "--target", str(folder / "target"), "--draft", str(folder / "draft"),
+         "--weights", "fp32", "--limit", "1", "--max-new-tokens", "5", *args]
+    )  # fmt: skip
+    json.dumps(result, allow_nan=False)
+    return result
+
+
+def test_policy_sweep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import policy_sweep
+
+    policies = ["--policy", "off", "--policy", "fixed:2", "--policy", "async"]
+    result = scheduling_run(
+        folder, monkeypatch, policy_sweep, *policies, "--concurrency", "1", "--concurrency", "2",
+        "--repeats", "1", "--plot", str(folder / "figure8.png"),
+    )  # fmt: skip
+    assert [*result["over_off"]] == [*result["async_over_best"]] == ["1", "2"]
+    assert result["over_off"]["1"]["off"] == 1.0
+    assert (folder / "figure8.png").stat().st_size > 1000
+    assert "async / best other" in capsys.readouterr().out
+    every = policy_sweep.policies_of(3, coupled=True)
+    assert every[:4] == ["off", "fixed:1", "fixed:2", "fixed:3"] and every[-1] == "global"
+    assert policy_sweep.against_best({"off": 1.0, "fixed:1": 1.2, "async": 1.8}, "async") == 1.5
+
+
+def test_threshold_sweep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import threshold_sweep
+
+    result = scheduling_run(
+        folder, monkeypatch, threshold_sweep, "--threshold", "0", "--threshold", "1",
+        "--plot", str(folder / "figure5.png"),
+    )  # fmt: skip
+    everything, nothing = result["thresholds"]["0"], result["thresholds"]["1"]
+    assert {*everything} == {"math", "code"}
+    assert everything["math"]["verified"] > 0 and nothing["math"]["verified"] == 0
+    assert nothing["math"]["rate"] == 1.0
+    assert (folder / "figure5.png").stat().st_size > 1000
+
+
+def test_gate_cost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gate_cost
+
+    result = scheduling_run(folder, monkeypatch, gate_cost, "--policy", "early", "--domain", "math")
+    useless = result["useless drafter"]["early"]
+    assert {*useless["over_plain"]} == {"math", "code", "all"}
+    assert 0 < useless["drafted"] <= 1
+    assert {*result["own drafter, math"]["early"]["over_plain"]} == {"math", "all"}
+
+
+def test_planner_time(capsys: pytest.CaptureFixture[str]) -> None:
+    import planner_time
+
+    result = planner_time.main(["--requests", "1", "8", "--calls", "3"])
+    assert {*result["microseconds"]} == {
+        "algorithm 1", "top-K", "policy early", "policy async", "policy marginal"
+    }  # fmt: skip
+    assert all(value > 0 for own in result["microseconds"].values() for value in own.values())

@@ -199,7 +199,10 @@ class _Group:
             drafter,
             Off() if drafter is None else self._script,
             EngineConfig.for_requests(
-                [most] * requests, max_requests=requests, row_exact=drafter is not None
+                [most] * requests,
+                max_requests=requests,
+                row_exact=drafter is not None,
+                prefix_cache=False,
             ),
             clock=clock,
         )
@@ -207,8 +210,8 @@ class _Group:
         for number in range(requests):
             prompt = [random_tokens.randrange(target.vocab_size) for _ in range(context)]
             self._engine.add(prompt, params, seed=number)
-        while any(not state.output for state in self._engine.running) or self._engine.waiting:
-            self._script.lengths = None
+        running = self._engine.places.running
+        while len(running) < requests or not all(state.output for state in running):
             self._engine.step()
             self._rewind()
 
