@@ -198,9 +198,10 @@ class _Group:
             target,
             drafter,
             Off() if drafter is None else self._script,
+            # Twice the room, so that nobody waits for a page that another might come to need.
             EngineConfig.for_requests(
-                [most] * requests,
-                max_requests=requests,
+                [most] * 2 * requests,
+                max_requests=2 * requests,
                 row_exact=drafter is not None,
                 prefix_cache=False,
             ),
@@ -210,10 +211,12 @@ class _Group:
         for number in range(requests):
             prompt = [random_tokens.randrange(target.vocab_size) for _ in range(context)]
             self._engine.add(prompt, params, seed=number)
-        running = self._engine.places.running
-        while len(running) < requests or not all(state.output for state in running):
+        for _ in range(requests * context + 1):
             self._engine.step()
             self._rewind()
+            if sum(bool(state.output) for state in self._engine.running) == requests:
+                return
+        raise AssertionError("a prompt was not read")
 
     def step(self, tokens: int, *, drafts: bool) -> StepRecord:
         """One step of `tokens` rows; the engine's record of it."""

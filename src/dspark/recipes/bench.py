@@ -84,9 +84,8 @@ def bench(
     for concurrency in concurrencies:
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
-    if policies:
-        ensure_costs(llm, policies, progress)
-    names = policies or (["off"] if llm.drafter is None else ["off", llm.resolve_policy(None).name])
+    names = policies or ["off", llm.default_policy]
+    ensure_costs(llm, names, progress)
     chosen = [llm.resolve_policy(name) for name in dict.fromkeys(names)]
     rule = sampling.verification or _common_rule(chosen)
     for policy in chosen:

@@ -154,8 +154,7 @@ class LLM:
     def resolve_policy(self, text: str | None) -> Policy:
         """The policy that `text` names for this drafter; None is the default."""
         block_size = None if self.drafter is None else self.drafter.block_size
-        if text is None:
-            text = "off" if block_size is None else self._bundle_policy or f"fixed:{block_size}"
+        text = self.default_policy if text is None else text
         if self.lacks_costs(text):
             assert block_size is not None
             fixed = f"fixed:{(block_size + 1) // 2}"
@@ -170,6 +169,13 @@ class LLM:
             has_confidence=self._has_confidence,
             cost=self.cost_model,
         )
+
+    @property
+    def default_policy(self) -> str:
+        """What the bundle names, else its whole block; off without a drafter."""
+        if self.drafter is None:
+            return "off"
+        return self._bundle_policy or f"fixed:{self.drafter.block_size}"
 
     @property
     def fingerprint(self) -> Fingerprint:
