@@ -130,7 +130,8 @@ def _fit_part(
     kept = list(range(slopes.shape[1]))
     while True:
         design = np.concatenate([columns, slopes[:, kept]], axis=1) * weights[:, None]
-        found: FloatArray = np.linalg.lstsq(design, seconds * weights, rcond=None)[0]
+        solution = np.linalg.lstsq(design, seconds * weights, rcond=None)[0]
+        found: FloatArray = solution.astype(np.float64)
         coefficients = dict(zip(kept, found[columns.shape[1] :].tolist(), strict=True))
         negative = [index for index, value in coefficients.items() if value < 0]
         if not negative:
@@ -154,8 +155,8 @@ _ZERO = Curve(np.zeros(1), 0.0)
 
 
 def _mass(group_of: IntArray, weights: FloatArray, count: int) -> FloatArray:
-    mass: FloatArray = np.bincount(group_of, weights=weights**2, minlength=count)[:count]
-    return mass
+    mass = np.bincount(group_of, weights=weights**2, minlength=count)[:count]
+    return mass.astype(np.float64)
 
 
 def _steps(sizes: IntArray, seconds: FloatArray) -> Curve:
