@@ -34,8 +34,8 @@ def fingerprint_of(loaded: LoadedTarget, drafter_id: str) -> Fingerprint:
 def drafter_id(bundle: Path) -> str:
     """A name for a bundle's weights and settings."""
     digest = hashlib.sha256()
-    for name in ("config.json", "model.safetensors"):
-        digest.update((bundle / name).read_bytes())
+    for file in [bundle / "config.json", *sorted(bundle.glob("*.safetensors"))]:
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -131,7 +131,7 @@ class LLM:
         self.draft_name: str | None = None
         self.drafter: Drafter | None = None
         self._bundle_policy: str | None = None
-        self._drafter_id = LOOKUP
+        self._bundle_path = None if bundle is None else bundle.path
         self._has_confidence = False
         self._cost: CostModel | None = None
         self._say = logger.warning if progress.quiet else progress.say
@@ -147,8 +147,7 @@ class LLM:
             self.draft_name = SHIPPED if draft == shipped_bundle() else str(draft)
             self.drafter = make_drafter(bundle, self.loaded)
             self._bundle_policy = None if bundle.info is None else bundle.info.policy
-            self._drafter_id = drafter_id(bundle.path)
-            self._has_confidence = bundle.config.enable_confidence_head
+            self._has_confidence = bundle.config.has_confidence
         self.policy = self.resolve_policy(policy)
 
     def resolve_policy(self, text: str | None) -> Policy:
@@ -180,7 +179,8 @@ class LLM:
     @property
     def fingerprint(self) -> Fingerprint:
         """What a cost table must have been measured with to hold here."""
-        return fingerprint_of(self.loaded, self._drafter_id)
+        path = self._bundle_path
+        return fingerprint_of(self.loaded, LOOKUP if path is None else drafter_id(path))
 
     def cost_model(self) -> CostModel | None:
         """What steps cost on this machine; None where it has not been measured.
