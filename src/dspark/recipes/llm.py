@@ -101,7 +101,6 @@ class LLM:
         weights: WeightKind | None = None,
         threads: int | None = None,
         max_requests: int = 32,
-        device: str = "cpu",
         trust_remote_code: bool = False,
         calibrated: bool = True,
         progress: Progress | None = None,
@@ -121,7 +120,6 @@ class LLM:
         self.loaded: LoadedTarget = load_target(
             target,
             weights=weights,
-            device=device,
             template_hash=template_hash,
             trust_remote_code=trust_remote_code,
             say=progress.say,
