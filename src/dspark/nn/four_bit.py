@@ -1,7 +1,8 @@
 """Weights that already lie on a 4-bit grid, as those of a Q4_0 or Q4_1 GGUF do.
 
 transformers dequantises such a file to float32. The grid can be read off the numbers again, so a
-4-bit kernel serves exactly the weights of the file, with a quarter of bfloat16's memory traffic.
+4-bit kernel serves the codes of the file, with a quarter of bfloat16's memory traffic; the kernel
+rounds scales and offsets to bfloat16, as kind bf16 rounds weights.
 """
 
 from dataclasses import dataclass
