@@ -260,7 +260,7 @@ def test_gate_cost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = scheduling_run(folder, monkeypatch, gate_cost, "--policy", "early", "--domain", "math")
     useless = result["useless drafter"]["early"]
     assert {*useless["over_plain"]} == {"math", "code", "all"}
-    assert 0 < useless["drafted"] <= 1
+    assert 0 <= useless["drafted"] <= 1  # what pays is for the clock to say
     assert {*result["own drafter, math"]["early"]["over_plain"]} == {"math", "all"}
 
 
