@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"core", "nn", "drafters", "data"},
     "engine": {"core", "nn", "drafters", "scheduling", "calibration"},
     "evaluation": {"core", "data", "calibration"},
+    "server": {"core", "engine"},
     "cli": {"core", "recipes"},
 }
 MAY_IMPORT["recipes"] = set(MAY_IMPORT) - {"cli"}

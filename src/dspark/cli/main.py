@@ -15,16 +15,20 @@ import typer
 from dspark import __version__
 from dspark.cli.bench import bench
 from dspark.cli.calibrate import calibrate
+from dspark.cli.chat import chat
 from dspark.cli.doctor import doctor
 from dspark.cli.eval import evaluate
 from dspark.cli.generate import generate
 from dspark.cli.output import print_error
 from dspark.cli.profile import profile
+from dspark.cli.serve import serve
 from dspark.cli.train import train
 from dspark.core.errors import DSparkError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "generate": generate,
+    "chat": chat,
+    "serve": serve,
     "train": train,
     "calibrate": calibrate,
     "profile": profile,

@@ -5,7 +5,7 @@ so this room needs no transformers.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +43,44 @@ def encode_prompt(tokenizer: ChatTokenizer, turn: str, system: str | None = None
             messages, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
     return np.asarray(encoded, dtype=np.int32).reshape(-1)
+
+
+def encode_messages(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Token ids of a conversation in OpenAI's shape, up to where the assistant's answer starts.
+
+    Without a chat template: the contents, a blank line between them. PromptError when nothing is
+    asked, when a text is not valid Unicode, or when the template refuses the conversation.
+    """
+    contents = [str(message.get("content") or "") for message in messages]
+    if not any(content.strip() for content in contents):
+        raise PromptError("the conversation is empty; give it some text")
+    for content in contents:
+        check_text(content)
+    if tokenizer.chat_template is None:
+        encoded = tokenizer("\n\n".join(contents))["input_ids"]
+    else:
+        try:
+            encoded = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+            )["input_ids"]
+        except Exception as error:  # jinja2's, or whatever a template's own code meets
+            raise PromptError(f"the chat template refuses this conversation: {error}") from None
+    return [int(token) for token in encoded]
+
+
+def takes_tools(tokenizer: ChatTokenizer) -> bool:
+    """Whether the chat template looks at `tools`."""
+    template = tokenizer.chat_template
+    texts = [template] if isinstance(template, str) else [*(template or {}).values()]
+    return any("tools" in text for text in texts)
 
 
 def check_text(prompt: str) -> None:

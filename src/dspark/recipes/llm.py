@@ -3,7 +3,7 @@
 import logging
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,7 @@ from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import ConfigError, PromptError
 from dspark.core.records import FinishReason, StepRecord, TokenFate
 from dspark.core.sampling import SamplingParams
-from dspark.data.template import encode_prompt, template_hash
+from dspark.data.template import encode_messages, encode_prompt, template_hash
 from dspark.drafters.lookup import PromptLookup
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
@@ -267,6 +267,14 @@ class LLM:
         """Token ids of user turns in the target's chat template, up to where the answer starts."""
         turns = [turns] if isinstance(turns, str) else turns
         return [encode_prompt(self.tokenizer, turn, system).tolist() for turn in turns]
+
+    def encode_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation of {"role", "content"}, up to where the answer starts."""
+        return encode_messages(self.tokenizer, messages, tools)
 
     def _encode_raw(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

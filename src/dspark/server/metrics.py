@@ -1,0 +1,105 @@
+"""Prometheus metrics. Every number about speculation comes from the engine's step records."""
+
+from collections import Counter as Tally
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from dspark.core.records import StepRecord
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class ServerMetrics:
+    """One server's metrics, in a registry of their own: two servers can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        count, spread = self._counter, self._histogram
+        self._answers = count("http_requests", "HTTP answers", "route", "status")
+        self._finished = count("requests_finished", "Ended completions", "reason")
+        self._prompt_tokens = count("prompt_tokens", "Prompt tokens of ended completions")
+        self._ttft = spread("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self._inter_token = spread(
+            "inter_token_seconds", "Time a token after the first, mean of a step", _TOKEN_SECONDS
+        )
+        self._end_to_end = spread("request_seconds", "Arrival to last token", _SECONDS)
+
+        self._steps = count("steps", "Steps of the engine")
+        self._phases = count("step_seconds", "Time of steps by phase", "phase")
+        self._batch = spread("batch_tokens", "Rows of the target's forward in a step", _TOKENS)
+        self._prefill = count("prefill_tokens", "Prompt tokens computed")
+        self._rounds = count("rounds", "Rounds of decoding requests: one a request and step")
+        self._drafted = count("drafted_tokens", "Draft tokens made")
+        self._verified = count("verified_tokens", "Draft tokens offered to verification")
+        self._accepted = count("accepted_tokens", "Draft tokens accepted")
+        self._emitted = count("emitted_tokens", "Tokens that reached an output, the first excluded")
+        self._position_verified = count(
+            "position_verified_tokens", "Draft tokens offered, by position", "position"
+        )
+        self._position_accepted = count(
+            "position_accepted_tokens", "Draft tokens accepted, by position", "position"
+        )
+        self._accepted_length = spread(
+            "accepted_length", "Accepted draft tokens + 1, a round that verified some", _LENGTHS
+        )
+        self._budget = spread("verification_budget", "1 + admitted draft tokens a round", _LENGTHS)
+
+    def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
+        """A gauge that asks for its value when it is read."""
+        Gauge(f"dspark_{name}", help, registry=self.registry).set_function(value)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def answered(self, route: str, status: int) -> None:
+        self._answers.labels(route, str(status)).inc()
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        """`tokens` more came `seconds` after the ones before."""
+        self._inter_token.observe(seconds / tokens)
+
+    def finished(self, reason: str, prompt_tokens: int, seconds: float) -> None:
+        self._finished.labels(reason).inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._end_to_end.observe(seconds)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def observe(self, record: StepRecord) -> None:
+        """Called on the engine's thread, once a step: sums first, then one increment a metric."""
+        self._steps.inc()
+        self._batch.observe(record.batch_tokens)
+        self._prefill.inc(record.prefill_tokens)
+        for phase, seconds in record.seconds.items():
+            self._phases.labels(phase).inc(max(0.0, seconds))
+        rounds = record.rounds
+        self._rounds.inc(len(rounds))
+        self._drafted.inc(sum(r.proposed for r in rounds))
+        self._verified.inc(sum(r.admitted for r in rounds))
+        self._accepted.inc(sum(r.accepted for r in rounds))
+        self._emitted.inc(sum(r.emitted for r in rounds))
+        verified: Tally[int] = Tally(k for r in rounds for k in range(r.admitted))
+        accepted: Tally[int] = Tally(k for r in rounds for k in range(r.accepted))
+        for position, times in verified.items():
+            self._position_verified.labels(str(position + 1)).inc(times)
+        for position, times in accepted.items():
+            self._position_accepted.labels(str(position + 1)).inc(times)
+        for r in rounds:
+            self._budget.observe(1 + r.admitted)
+            if r.admitted:
+                self._accepted_length.observe(r.emitted)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"dspark_{name}", help, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"dspark_{name}", help, buckets=buckets, registry=self.registry)

@@ -1,0 +1,270 @@
+"""Keys, limits, clients that leave, deadlines, shutdown, logs."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import openai
+import pytest
+
+from dspark.core.errors import ConfigError
+from dspark.server.auth import ApiKeys
+from dspark.server.config import ServerConfig
+from dspark.server.errors import ApiError
+from dspark.server.limits import KeyLimits
+from dspark.server.logs import JsonLines
+from tests.server.conftest import wait_until
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+LONG = {"messages": MESSAGES, "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+def open_stream(server, body=LONG):
+    """A raw connection that asks and has read the first bytes of the answer."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    text = json.dumps(body).encode()
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(text), text)
+    )
+    return connection
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Every step waits a little, so that there is something to interrupt."""
+    from dspark.engine.engine import Engine
+
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: (time.sleep(0.02), step(self))[1])
+
+
+def test_keys(make_server, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\nsecret-one\n\nsecret-two\n")
+    server = make_server(api_keys=file)
+    for key in ("secret-one", "secret-two"):
+        assert server.client(key).models.list().data
+    for key in ("secret-on", "secret-one2", "Secret-one", ""):
+        with pytest.raises(openai.AuthenticationError):
+            server.client(key or "x").models.list()
+    for path in ("/v1/models", "/stats"):
+        assert server.http.get(path).status_code == 401
+    assert server.post("/v1/chat/completions", "not even JSON").status_code == 401
+    assert server.post("/tokenize", {"prompt": "a"}).status_code == 401
+    for path in ("/health", "/ready", "/version", "/metrics", "/"):
+        assert server.http.get(path).status_code == 200
+
+
+def test_where_keys_come_from(tmp_path):
+    assert not ApiKeys.load(None, {})
+    keys = ApiKeys.load(None, {"DSPARK_API_KEYS": "first-key-1,second-key"})
+    assert keys.check("Bearer second-key") != keys.check("bearer first-key-1")
+    for bad in (None, "", "Bearer", "Bearer first-key", "Basic first-key-1", "Bearer \udcff"):
+        with pytest.raises(ApiError):
+            keys.check(bad)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ApiKeys.load(tmp_path / "nothing")
+    (tmp_path / "empty").write_text("# none\n")
+    with pytest.raises(ConfigError, match="no API key"):
+        ApiKeys.load(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="at least 8"):
+        ApiKeys(["short"])
+
+
+def test_limits():
+    now = [0.0]
+    limits = KeyLimits(requests_per_minute=2, concurrent_requests=1, clock=lambda: now[0])
+    with limits.request("a"):
+        with pytest.raises(ApiError, match="1 requests running"), limits.request("a"):
+            pass
+        with limits.request("b"):
+            pass
+    with limits.request("a"):
+        pass
+    with pytest.raises(ApiError, match="2 requests a minute") as refused, limits.request("a"):
+        pass
+    assert refused.value.status == 429 and refused.value.headers["Retry-After"] == "30"
+    now[0] += 30.0
+    with limits.request("a"):
+        pass
+
+
+def test_limits_over_http(make_server, slow):
+    server = make_server(concurrent_requests=1)
+    with open_stream(server) as connection:
+        connection.recv(100)
+        refused = server.chat()
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            server.client().chat.completions.create(model="tiny", messages=MESSAGES)
+    server.wait_idle()
+    assert server.chat().status_code == 200
+    once = make_server(requests_per_minute=1)
+    assert once.chat().status_code == 200 and once.chat().status_code == 429
+    assert once.http.get("/v1/models").status_code == 200, "only completions count"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_vanishes_frees_its_pages(make_server, slow, stream):
+    server = make_server()
+    connection = open_stream(server, {**LONG, "stream": stream, "n": 2})
+    wait_until(lambda: server.serving.engine_numbers()["pages_used"] > 0)
+    if stream:
+        assert connection.recv(2000)
+    connection.close()
+    server.wait_idle()
+    assert server.metric("dspark_requests_finished_total") == 2
+    assert server.metric("dspark_emitted_tokens_total") < 150, "it went on for nobody"
+    assert server.chat().status_code == 200
+
+
+def test_a_reader_that_reads_nothing_blocks_nobody(make_server):
+    server = make_server()
+    with open_stream(server, {**LONG, "n": 4, "token_details": True}):
+        for _ in range(3):
+            assert server.chat().status_code == 200
+        server.wait_idle()
+
+
+def test_a_request_that_takes_too_long(make_server, slow):
+    server = make_server(request_timeout=0.3)
+    answer = server.chat(max_tokens=200)
+    assert answer.status_code == 504 and "0.3 seconds" in answer.json()["error"]["message"]
+    lines = server.chat(max_tokens=200, stream=True).text.strip().split("\n\n")
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "timeout"
+    assert lines[-1] == "data: [DONE]"
+    with pytest.raises(openai.APIError, match="seconds"):
+        for _ in server.client().chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=200, stream=True,
+            extra_body={"ignore_eos": True},
+        ):  # fmt: skip
+            pass
+    server.wait_idle()
+
+
+def test_an_answer_in_flight_survives_the_drain(make_server, slow):
+    server = make_server(drain_timeout=30)
+    result = {}
+    asker = threading.Thread(target=lambda: result.update(answer=server.chat(max_tokens=60)))
+    asker.start()
+    wait_until(lambda: server.serving.engine.open_choices == 1)
+    with socket.create_connection(server.url.removeprefix("http://").split(":")):
+        pass
+    server.server.handle_exit(signal.SIGTERM, None)
+    asker.join(timeout=60)
+    assert result["answer"].status_code == 200
+    assert result["answer"].json()["usage"]["completion_tokens"] == 60
+
+
+def test_what_does_not_finish_in_time_is_told(make_server, slow):
+    server = make_server(drain_timeout=0.2)
+    result = {}
+    asker = threading.Thread(target=lambda: result.update(answer=server.chat(max_tokens=200)))
+    asker.start()
+    wait_until(lambda: server.serving.engine.open_choices == 1)
+    server.server.handle_exit(signal.SIGTERM, None)
+    asker.join(timeout=60)
+    assert result["answer"].status_code == 503
+    assert result["answer"].json()["error"]["code"] == "draining"
+
+
+def test_draining_refuses(server, monkeypatch):
+    monkeypatch.setattr(server.serving, "draining", True)
+    assert server.http.get("/ready").status_code == 503
+    assert server.http.get("/health").status_code == 200
+    refused = server.chat()
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+
+
+def test_metrics(server):
+    before = {
+        name: server.metric(name)
+        for name in ("dspark_emitted_tokens_total", "dspark_verified_tokens_total", "dspark_rounds_total")
+    }
+    server.chat(max_tokens=21)
+    assert server.metric("dspark_emitted_tokens_total") - before["dspark_emitted_tokens_total"] == 20
+    rounds = server.metric("dspark_rounds_total") - before["dspark_rounds_total"]
+    accepted = server.metric("dspark_accepted_tokens_total")
+    assert 0 < rounds <= 20
+    assert server.metric("dspark_verified_tokens_total") > before["dspark_verified_tokens_total"]
+    assert server.metric("dspark_position_accepted_tokens_total") == accepted
+    for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds"):
+        assert server.metric(f"dspark_{name}_count") > 0
+    assert server.metric("dspark_pages_used") == 0
+    assert server.metric("dspark_step_seconds_total") > 0
+
+
+def test_the_log_says_what_happened_and_not_what_was_said(make_server, caplog):
+    server = make_server()
+    caplog.set_level(logging.INFO, logger="dspark.server")
+    secret = "the-color-of-the-safe"
+    request_id = "my-request-7"
+    body = {"messages": [{"role": "user", "content": secret}], "max_tokens": 3, "user": secret}
+    server.post("/v1/chat/completions", body, **{"x-request-id": request_id})
+    server.post("/v1/chat/completions", {**body, secret: 1})
+    server.http.get(f"/v1/models/{secret}")
+    wait_until(lambda: len([r for r in caplog.records if r.message == "request"]) >= 3)
+    lines = [JsonLines().format(record) for record in caplog.records]
+    assert secret not in "".join(lines)
+    first = next(json.loads(line) for line in lines if request_id in line)
+    assert first["status"] == 200 and first["path"] == "/v1/chat/completions"
+    assert first["prompt_tokens"] > 3 and first["seconds"] > 0 and first["event"] == "request"
+
+
+def test_bad_settings():
+    for field, value in (("port", 70000), ("request_timeout", 0), ("max_prompt_tokens", 0)):
+        with pytest.raises(ConfigError, match=field.replace("_", "-")):
+            ServerConfig(**{field: value})
+
+
+def start_process(folder, *args):
+    command = [
+        sys.executable, "-c", "from dspark.cli.main import main; main()", "serve", "--port", "0",
+        "--target", str(folder[0]), "--draft", str(folder[1]), "--weights", "fp32", *args,
+    ]  # fmt: skip
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+
+
+def wait_for_url(process):
+    for line in process.stderr:
+        if "/v1" in line:
+            return line.split(" at ")[1].split("/v1")[0]
+    raise AssertionError("it did not start")
+
+
+def test_a_process_and_its_signals(target_folder, bundle_folder):
+    import httpx2
+
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        with start_process((target_folder, bundle_folder)) as process:
+            url = wait_for_url(process)
+            assert httpx2.get(f"{url}/health").status_code == 200
+            process.send_signal(number)
+            rest = process.stderr.read()
+        assert process.returncode == code, rest
+        assert "Traceback" not in rest
+
+
+def test_a_bundle_that_is_broken(target_folder, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with start_process((target_folder, tmp_path)) as process:
+        errors = process.stderr.read()
+    assert process.returncode == 2 and "error:" in errors and "Traceback" not in errors
+
+
+def test_a_port_that_is_taken(target_folder, bundle_folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with start_process((target_folder, bundle_folder), "--port", port) as process:
+            errors = process.stderr.read()
+    assert process.returncode == 2 and f"port {port}" in errors
