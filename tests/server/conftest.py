@@ -65,7 +65,9 @@ def tiny_llm(target_folder: Path, bundle_folder: Path) -> LLM:
 
 
 @contextlib.contextmanager
-def running(llm: LLM, *, cache_tokens: int = 4096, max_requests: int = 8, **config: Any) -> Iterator[Running]:
+def running(
+    llm: LLM, *, cache_tokens: int = 4096, max_requests: int = 8, **config: Any
+) -> Iterator[Running]:
     settings = ServerConfig(port=0, model_name="tiny", **config)
     serving = build_serving(
         llm, settings, EngineConfig(cache_tokens=cache_tokens, max_requests=max_requests)

@@ -1,20 +1,23 @@
 """The API as OpenAI's own client uses it."""
 
+import itertools
 import json
 
 import openai
 import pytest
 
+import dspark
+from dspark.core.sampling import SamplingParams
+
+NO_EOS = {"ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
 
 def test_chat(server, tiny_llm):
     answer = server.client().chat.completions.create(
-        model="tiny", messages=MESSAGES, temperature=0, max_tokens=12, extra_body={"ignore_eos": True}
+        model="tiny", messages=MESSAGES, temperature=0, max_tokens=12, extra_body=NO_EOS
     )
     [choice] = answer.choices
-    from dspark.core.sampling import SamplingParams
-
     [expected] = tiny_llm.chat(
         MESSAGES[0]["content"], SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     )
@@ -30,7 +33,8 @@ def test_a_stream_is_the_same_text(server):
     client = server.client()
     asked = {"model": "tiny", "messages": MESSAGES, "seed": 5, "max_tokens": 20}
     whole = client.chat.completions.create(**asked)
-    chunks = [*client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = [*client.chat.completions.create(**asked, **options)]
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
@@ -63,7 +67,7 @@ def test_speculation_and_verification_are_the_requests_choice(server):
 
 def test_choices(server):
     answer = server.client().chat.completions.create(
-        model="tiny", messages=MESSAGES, n=3, max_tokens=10, extra_body={"ignore_eos": True}
+        model="tiny", messages=MESSAGES, n=3, max_tokens=10, extra_body=NO_EOS
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) == 3
@@ -72,8 +76,6 @@ def test_choices(server):
 
 def test_completions(server, tiny_llm):
     client = server.client()
-    from dspark.core.sampling import SamplingParams
-
     params = SamplingParams(temperature=0, max_new_tokens=9, ignore_eos=True)
     prompts = ["One", "Two and more"]
     expected = [output.text for output in tiny_llm.generate(prompts, params)]
@@ -98,7 +100,7 @@ def test_token_details(server):
     assert len(tokens) == 20
     assert "".join(token["text"] for token in tokens) == answer["choices"][0]["message"]["content"]
     assert tokens[0]["fate"] == "plain" and tokens[0]["round"] == 0
-    for before, token in zip(tokens, tokens[1:], strict=False):
+    for before, token in itertools.pairwise(tokens):
         assert token["round"] in (before["round"], before["round"] + 1)
         if token["round"] == before["round"]:
             assert token["position"] == before["position"] + 1 and before["fate"] == "accepted"
@@ -115,8 +117,6 @@ def test_models_and_versions(server):
     assert server.client().models.retrieve("tiny") == model
     with pytest.raises(openai.NotFoundError):
         server.client().models.retrieve("other")
-    import dspark
-
     assert server.http.get("/version").json() == {"version": dspark.__version__}
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/ready").status_code == 200
@@ -158,7 +158,8 @@ def test_the_page_and_its_files(server):
     assert page.status_code == 200 and "text/html" in page.headers["content-type"]
     for name in ("style.css", "main.js", "live.js", "playground.js", "charts.js", "api.js"):
         assert server.http.get(f"/{name}").status_code == 200
-        assert "://" not in server.http.get(f"/{name}").text.replace("http://www.w3.org/2000/svg", "")
+        text = server.http.get(f"/{name}").text.replace("http://www.w3.org/2000/svg", "")
+        assert "://" not in text
     assert "default-src 'self'" in page.headers["content-security-policy"]
     for path in ("/..%2f..%2fapp.py", "/%2e%2e/app.py", "/../config.py", "/page/../../app.py"):
         assert server.http.get(path).status_code == 404

@@ -67,9 +67,18 @@ def test_the_clients_exceptions(server):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b"{\"a\":" * 50_000,
-     b'{"messages": [], "messages": ' + b"9" * 6000 + b"}"],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"messages": NaN}',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b'{"messages": ' + b"9" * 6000 + b"}",
+    ],
+)
 def test_bodies_that_are_no_request(server, content):
     answer = server.http.post(CHAT, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400

@@ -59,7 +59,7 @@ def serve(
     ] = 32 * 1024,
     model_name: Annotated[
         str | None,
-        typer.Option(help="What clients call the model. Default: its own name.", show_default=False),
+        typer.Option(help="What clients call the model. Default: its name.", show_default=False),
     ] = None,
     api_keys: Annotated[
         Path | None,

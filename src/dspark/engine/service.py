@@ -165,6 +165,11 @@ class EngineService:
             self._changed.notify_all()
 
     @property
+    def alive(self) -> bool:
+        """The engine's thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def open_choices(self) -> int:
         """Choices that have not ended, waiting ones included."""
         return len(self._streams)

@@ -11,7 +11,7 @@ import torch
 from dspark import __version__
 from dspark.core.errors import MissingExtraError
 from dspark.core.records import StepRecord
-from dspark.data.template import encode_messages, takes_tools
+from dspark.data.template import takes_tools
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.service import EngineService
@@ -51,9 +51,7 @@ def build_serving(llm: LLM, config: ServerConfig, engine_config: EngineConfig) -
         live.observe(record)
 
     tokenizer = llm.tokenizer
-    engine = Engine(
-        llm.loaded.target, llm.drafter, llm.policy, engine_config, tokenizer=tokenizer
-    )
+    engine = Engine(llm.loaded.target, llm.drafter, llm.policy, engine_config, tokenizer=tokenizer)
     serving = Serving(
         name=config.model_name or llm.loaded.name,
         engine=EngineService(engine, on_record=on_record),

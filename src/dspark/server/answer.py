@@ -97,7 +97,7 @@ class Answer:
             seconds = self._serving.config.request_timeout
             return ApiError(
                 504,
-                f"the request took longer than {seconds:g} seconds, the limit; ask for fewer tokens",
+                f"the request took longer than {seconds:g} seconds, the limit; ask for less",
                 type="server_error",
                 code="timeout",
             )

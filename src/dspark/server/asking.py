@@ -81,7 +81,7 @@ def _token_ids(bias: dict[str, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
     if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in bias):
-        raise bad_request("logit_bias: keys must be token ids, such as \"123\"", "logit_bias")
+        raise bad_request('logit_bias: keys must be token ids, such as "123"', "logit_bias")
     return {int(key): value for key, value in bias.items()}
 
 
@@ -93,7 +93,7 @@ def _guided(format: ResponseFormat | None) -> Guided | None:
             return Guided.json_schema({"type": "object"})
         if format.json_schema is None:
             raise bad_request(
-                "response_format.json_schema is missing; give {\"schema\": ...}",
+                'response_format.json_schema is missing; give {"schema": ...}',
                 "response_format",
             )
         return Guided.json_schema(format.json_schema.json_schema)

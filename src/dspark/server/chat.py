@@ -188,9 +188,7 @@ class _Writing:
     def _choice(self, index: int, delta: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
-    def _chunk(
-        self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None
-    ) -> bytes:
+    def _chunk(self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> bytes:
         chunk: dict[str, Any] = {
             **self._common,
             "object": "chat.completion.chunk",
@@ -199,5 +197,3 @@ class _Writing:
         if self._body.stream_options is not None:
             chunk["usage"] = usage
         return event_bytes(chunk)
-
-

@@ -18,7 +18,7 @@ class ServerConfig:
     api_keys: Path | None = None
     """One key a line; without a file, the environment's DSPARK_API_KEYS; without both, no check."""
     default_tokens: int = 1024
-    """Most new tokens of a request that names no limit (chat; OpenAI's completions default to 16)."""
+    """Most new tokens of a chat request that names no limit (OpenAI's completions have 16)."""
     max_body_kib: int = 1024
     max_prompt_tokens: int | None = None
     """None is whatever fits the target's context."""

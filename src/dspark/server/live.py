@@ -108,9 +108,7 @@ class LiveView:
                 },
                 "positions": [
                     {"offered": offered, "accepted": accepted}
-                    for offered, accepted in zip(
-                        totals.offered_at, totals.accepted_at, strict=True
-                    )
+                    for offered, accepted in zip(totals.offered_at, totals.accepted_at, strict=True)
                 ],
                 "lengths": [*totals.lengths],
                 "reliability": [
@@ -134,9 +132,7 @@ class LiveView:
         if one.admitted:
             _grow(totals.lengths, one.accepted + 1)
             totals.lengths[one.accepted] += 1
-        # Positions up to the first rejection were decided; an ended text hides whether the token
-        # after its last one would have been accepted.
-        decided = min(one.accepted + (0 if one.ended else 1), one.admitted)
+        decided = min(one.accepted + 1, one.judged)  # up to the first rejection
         _grow(totals.offered_at, decided)
         _grow(totals.accepted_at, decided)
         for position in range(decided):

@@ -47,7 +47,9 @@ class CompletionLogprobs:
         self._serving = serving
         self._offset = offset
 
-    def lists(self, logprobs: Sequence[TokenLogprob | None], tokens: Sequence[int]) -> dict[str, Any]:
+    def lists(
+        self, logprobs: Sequence[TokenLogprob | None], tokens: Sequence[int]
+    ) -> dict[str, Any]:
         """`None`: a prompt's first token, which nothing comes before."""
         texts = [token_text(self._serving, token) for token in tokens]
         offsets = []
