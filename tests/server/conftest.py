@@ -42,8 +42,8 @@ class Running:
     def metric(self, name: str) -> float:
         """The sum of a metric's samples, over all labels."""
         lines = self.http.get("/metrics").text.splitlines()
+        assert any(f"# HELP {name.removesuffix('_count')} " in line for line in lines), name
         samples = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
-        assert samples, name
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
     def wait_idle(self) -> None:

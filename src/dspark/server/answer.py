@@ -64,13 +64,19 @@ class Answer:
 
         Raises ApiError when the request failed, took too long or was cancelled.
         """
+        failure: ApiError | None = None
         async for event in self._stream:
             first = event.choice not in self._last
             self._measure(event)
             if event.finished in ("error", "cancelled"):
-                raise self._failure(event)
+                failure = failure or self._failure(event)
+                self.cancel()  # one choice without the others is no answer
+            if failure is not None:
+                continue  # to the last event, so that every choice is counted
             self.completion_tokens += len(event.tokens)
             yield event, self._describe(event, first) if self._details else None
+        if failure is not None:
+            raise failure
 
     def _describe(self, event: TokenEvent, first: bool) -> list[dict[str, Any]]:
         return token_details(event, None if first else self._serving.notes.next(event.request))
