@@ -3,8 +3,8 @@
     dspark serve &
     python benchmarks/open_loop.py --url http://127.0.0.1:8000 --rate 3 --seconds 300
 
-Arrivals are Poisson (seeded). Every admitted stream is checked: it must end with a finish reason and
-[DONE], have exactly the tokens it reports, and, since the same prompt and seed must give the same
+Arrivals are Poisson (seeded). Every admitted stream is checked: it must end with a finish reason,
+report its usage, and, since the same prompt and seed must give the same
 text, equal every other stream of its pair: a mixed-up stream would not. Refusals (429, 503) must
 come at once. `--rate 0` first measures what the server can do with `--concurrency` requests in
 flight, and then runs at `--overload` times that. Memory is read from `--pid`, if given. The last

@@ -8,13 +8,16 @@ shares the cores, so the figure holds what they take, too. The last line is one 
 """
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+
+from sse_clients import messages
 
 from dspark.core.sampling import SamplingParams
 from dspark.engine.config import EngineConfig
@@ -23,67 +26,58 @@ from dspark.recipes.serve import ServerConfig, build_serving
 from dspark.server.run import Server, open_socket
 from dspark.server.serving import Serving
 
-PROMPTS = [
-    "Explain how a bicycle stays upright.",
-    "Write a function that reverses a list.",
-    "What is 17 times 6? Think step by step.",
-    "Describe the sea to someone who has never seen it.",
-]
-
-
-def messages(stream: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": PROMPTS[stream % len(PROMPTS)]}]
+CLIENTS = Path(__file__).parent / "sse_clients.py"
 
 
 def engine_alone(serving: Serving, streams: int, tokens: int) -> float:
-    """Seconds for all streams, submitted at once and read in threads."""
-    params = [
-        SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=i) for i in range(streams)
-    ]
-    prompts = [list(serving.encode_chat(messages(i), None)) for i in range(streams)]
+    """Seconds for all streams, submitted at once."""
     started = time.perf_counter()
-    open_streams = [
-        serving.engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)
-    ]
-    for stream in open_streams:
-        for event in stream:
-            assert event.finished in (None, "length"), event
+    running = []
+    for stream in range(streams):
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=stream)
+        prompt = serving.encode_chat(messages(stream), None)
+        running.append(serving.engine.submit(prompt, params))
+    for events in running:
+        assert [event.finished for event in events][-1] == "length"
     return time.perf_counter() - started
 
 
-async def read_stream(host: str, port: int, stream: int, tokens: int) -> None:
-    body = json.dumps(
-        {
-            "messages": messages(stream),
-            "max_tokens": tokens,
-            "seed": stream,
-            "stream": True,
-            "ignore_eos": True,
-        }
-    ).encode()
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-    )
-    answer = await reader.read()
-    writer.close()
-    assert b"data: [DONE]" in answer and b'"finish_reason":"length"' in answer, answer[:300]
+def measure(serving: Serving, streams: int, tokens: int, repeats: int) -> dict[str, list[float]]:
+    """Contender -> seconds of each repeat."""
+    with open_socket("127.0.0.1", 0) as bound:
+        server = Server(serving)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        pipe = subprocess.PIPE
+        clients = subprocess.Popen(
+            [sys.executable, str(CLIENTS)], stdin=pipe, stdout=pipe, text=True
+        )
+        assert clients.stdin is not None and clients.stdout is not None
+
+        def through_server() -> float:
+            assert clients.stdin is not None and clients.stdout is not None
+            print(bound.getsockname()[1], streams, tokens, file=clients.stdin, flush=True)
+            return float(clients.stdout.readline())
+
+        seconds: dict[str, list[float]] = {"engine": [], "server": []}
+        try:
+            engine_alone(serving, streams, tokens)  # once for nothing: caches and tuning
+            through_server()
+            for repeat in range(repeats):
+                for name in ("engine", "server") if repeat % 2 == 0 else ("server", "engine"):
+                    alone = name == "engine"
+                    taken = engine_alone(serving, streams, tokens) if alone else through_server()
+                    seconds[name].append(taken)
+                    print(f"{name}: {streams * tokens / taken:.1f} tokens/s", flush=True)
+        finally:
+            clients.stdin.close()
+            clients.wait()
+            server.should_exit = True
+            thread.join()
+    return seconds
 
 
-def clients(connection: Any, host: str, port: int) -> None:
-    """The clients' process: runs one round of streams for every (streams, tokens) it is sent."""
-
-    async def round_of(streams: int, tokens: int) -> None:
-        await asyncio.gather(*(read_stream(host, port, i, tokens) for i in range(streams)))
-
-    while (job := connection.recv()) is not None:
-        started = time.perf_counter()
-        asyncio.run(round_of(*job))
-        connection.send(time.perf_counter() - started)
-
-
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
@@ -91,58 +85,26 @@ def main() -> None:
     parser.add_argument("--target", default=None)
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--policy", default=None)
-    arguments = parser.parse_args()
-
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    llm = LLM(arguments.target, draft=arguments.draft, policy=arguments.policy)
-    engine_config = EngineConfig(max_requests=arguments.streams)
+    given = parser.parse_args(args)
+    llm = LLM(given.target, draft=given.draft, policy=given.policy)
+    engine_config = EngineConfig(max_requests=given.streams)
     serving = build_serving(llm, ServerConfig(port=0), engine_config)
-    with open_socket("127.0.0.1", 0) as bound:
-        host, port = bound.getsockname()
-        server = Server(serving)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        process = multiprocessing.get_context("spawn").Process(
-            target=clients, args=(theirs, host, port), daemon=True
-        )
-        process.start()
-        job = (arguments.streams, arguments.tokens)
-        seconds: dict[str, list[float]] = {"engine": [], "server": []}
-
-        def through_server() -> float:
-            ours.send(job)
-            return float(ours.recv())
-
-        engine_alone(serving, *job)  # once for nothing: caches, tuning
-        through_server()
-        for repeat in range(arguments.repeats):
-            order = ["engine", "server"] if repeat % 2 == 0 else ["server", "engine"]
-            for name in order:
-                taken = engine_alone(serving, *job) if name == "engine" else through_server()
-                seconds[name].append(taken)
-                print(f"{name}: {arguments.streams * arguments.tokens / taken:.1f} tokens/s")
-        ours.send(None)
-        server.should_exit = True
-        thread.join()
+    seconds = measure(serving, given.streams, given.tokens, given.repeats)
     rates = {
-        name: arguments.streams * arguments.tokens / statistics.median(taken)
+        name: given.streams * given.tokens / statistics.median(taken)
         for name, taken in seconds.items()
     }
     overhead = 1.0 - rates["server"] / rates["engine"]
-    print(f"overhead of the server: {overhead:.1%} of throughput at {arguments.streams} streams")
-    print(
-        json.dumps(
-            {
-                "streams": arguments.streams,
-                "tokens": arguments.tokens,
-                "engine_tokens_per_second": rates["engine"],
-                "server_tokens_per_second": rates["server"],
-                "overhead": overhead,
-                "seconds": seconds,
-            },
-            separators=(",", ":"),
-        )
-    )
+    print(f"the server takes {overhead:.1%} of the throughput at {given.streams} streams")
+    document = {
+        "streams": given.streams,
+        "tokens": given.tokens,
+        "engine_tokens_per_second": rates["engine"],
+        "server_tokens_per_second": rates["server"],
+        "overhead": overhead,
+        "seconds": seconds,
+    }
+    print(json.dumps(document, separators=(",", ":")))
 
 
 if __name__ == "__main__":

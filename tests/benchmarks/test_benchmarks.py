@@ -27,6 +27,10 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     own = ("policy_sweep", "threshold_sweep", "gate_cost", "planner_time")
     for name in ("common", "single_stream", "llama_cpp", "weights", "exactness", *own):
+    for name in (
+        "common", "single_stream", "llama_cpp", "weights", "exactness", "sse_clients",
+        "server_overhead",
+    ):  # fmt: skip
         sys.modules.pop(name, None)
 
 
@@ -272,3 +276,12 @@ def test_planner_time(capsys: pytest.CaptureFixture[str]) -> None:
         "algorithm 1", "top-K", "policy early", "policy async", "policy marginal"
     }  # fmt: skip
     assert all(value > 0 for own in result["microseconds"].values() for value in own.values())
+def test_server_overhead(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import server_overhead
+
+    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    server_overhead.main(["--streams", "3", "--tokens", "5", "--repeats", "2", *models])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(document["seconds"]["engine"]) == len(document["seconds"]["server"]) == 2
+    ratio = document["server_tokens_per_second"] / document["engine_tokens_per_second"]
+    assert document["overhead"] == pytest.approx(1 - ratio)

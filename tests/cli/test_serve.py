@@ -16,9 +16,12 @@ def settings(monkeypatch):
     import dspark.recipes.serve as recipe
 
     monkeypatch.setattr(llm, "LLM", lambda target, **given: seen.update(given, target=target))
-    monkeypatch.setattr(
-        recipe, "serve", lambda _llm, config, engine, _say: seen.update(config=config, engine=engine)
-    )
+
+    def fake(load, config, engine, _say):
+        load()
+        seen.update(config=config, engine=engine)
+
+    monkeypatch.setattr(recipe, "serve", fake)
     return seen
 
 

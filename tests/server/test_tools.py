@@ -1,5 +1,6 @@
 """Tool calls in a text that comes piece by piece."""
 
+import itertools
 import json
 
 from hypothesis import given
@@ -20,7 +21,7 @@ def parse(pieces):
 def test_pieces_change_nothing(cuts):
     text = f"Yes: {CALL} ok"
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    content, [call] = parse([text[a:b] for a, b in zip(edges, edges[1:], strict=False)])
+    content, [call] = parse([text[a:b] for a, b in itertools.pairwise(edges)])
     assert content == "Yes:  ok"
     assert call["function"]["name"] == "add" and call["index"] == 0 and call["type"] == "function"
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "<tool_call>"}

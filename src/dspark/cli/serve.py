@@ -2,6 +2,7 @@
 
 import difflib
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -116,7 +117,8 @@ def serve(
     )
     engine = EngineConfig(max_requests=max_requests, cache_tokens=cache_tokens)
     progress = Progress()
-    llm = LLM(
+    load = partial(
+        LLM,
         target,
         draft=draft or "auto",
         policy=policy,
@@ -124,4 +126,4 @@ def serve(
         threads=threads,
         progress=progress,
     )
-    run(llm, settings, engine, progress.say)
+    run(load, settings, engine, progress.say)

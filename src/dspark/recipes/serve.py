@@ -86,8 +86,10 @@ def about(llm: LLM) -> dict[str, Any]:
     }
 
 
-def serve(llm: LLM, config: ServerConfig, engine_config: EngineConfig, say: Say) -> None:
-    """Serves until SIGTERM or Ctrl-C. Binds before anything else is built, so that a port that is
+def serve(
+    load: Callable[[], LLM], config: ServerConfig, engine_config: EngineConfig, say: Say
+) -> None:
+    """Serves until SIGTERM or Ctrl-C. Binds before the model is loaded, so that a port that is
     taken is told at once.
 
     Raises ConfigError for an address that cannot be had, KeyboardInterrupt after Ctrl-C.
@@ -97,7 +99,7 @@ def serve(llm: LLM, config: ServerConfig, engine_config: EngineConfig, say: Say)
     from dspark.server.run import open_socket, run
 
     with open_socket(config.host, config.port) as bound:
-        serving = build_serving(llm, config, engine_config)
+        serving = build_serving(load(), config, engine_config)
         try:
             for line in start_lines(serving, *bound.getsockname()[:2]):
                 say(line)
