@@ -21,7 +21,8 @@ PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
 ALLOWED = {200, 400, 404, 413, 429}
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 3, 17, 2**31, 2**63, -(2**63), 10**40, 0.0, 0.5, -0.5, 1e-320,
-    1e308, "", "a", "user", "\ud800", "\x00", "\u202e<|im_end|>", "{{7*7}}", "😀" * 50, "x" * 5000, [], {},
+    1e308, "", "a", "user", "\ud800", "\x00", "\u202e<|im_end|>", "{{7*7}}", "😀" * 50, "x" * 5000,
+    [], {},
     [[]], [{}], {"": ""}, {"type": "text"}, {"type": "json_object"}, ["a", "b"], [5, 6, 7], [-1],
     [10**9], [[5], [6, 7]], {"5": 3.0}, {"x": 1}, {"max": 2}, "off", "auto", "coupled", "rejection",
     {"include_usage": True}, {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}},
@@ -97,7 +98,8 @@ def main() -> int:
             return 1
     time.sleep(1.0)
     connection.request("GET", "/stats")
-    used = json.loads(connection.getresponse().read())["engine"]["pages_used"]
+    engine = json.loads(connection.getresponse().read())["engine"]
+    used = engine["pages"] - engine["pages_free"]
     print(f"{arguments.requests} requests: {dict(sorted(seen.items()))}; {used} pages in use")
     return 1 if used else 0
 

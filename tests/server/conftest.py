@@ -1,6 +1,7 @@
 """A real server over a tiny random target, in a thread of this process."""
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,10 +47,14 @@ class Running:
         samples = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
+    def pages_used(self) -> int:
+        stats = self.serving.stats()
+        return stats.pages - stats.pages_free
+
     def wait_idle(self) -> None:
         """Until every request is gone and every page is back."""
         wait_until(lambda: self.serving.engine.open_choices == 0)
-        wait_until(lambda: self.serving.engine_numbers()["pages_used"] == 0)
+        wait_until(lambda: self.pages_used() == 0)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -65,14 +70,19 @@ def tiny_llm(target_folder: Path, bundle_folder: Path) -> LLM:
 
 
 @contextlib.contextmanager
-def running(
-    llm: LLM, *, cache_tokens: int = 4096, max_requests: int = 8, **config: Any
-) -> Iterator[Running]:
-    settings = ServerConfig(port=0, model_name="tiny", **config)
-    serving = build_serving(
-        llm, settings, EngineConfig(cache_tokens=cache_tokens, max_requests=max_requests)
+def running(llm: LLM, **settings: Any) -> Iterator[Running]:
+    """settings: fields of ServerConfig and EngineConfig."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    own = {name: value for name, value in settings.items() if name in names}
+    config = ServerConfig(
+        port=0,
+        model_name="tiny",
+        **{name: value for name, value in settings.items() if name not in names},
     )
-    bound = open_socket(settings.host, settings.port)
+    serving = build_serving(
+        llm, config, EngineConfig(**{"cache_tokens": 4096, "max_requests": 8, **own})
+    )
+    bound = open_socket(config.host, config.port)
     server = Server(serving)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

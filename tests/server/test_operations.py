@@ -116,7 +116,7 @@ def test_limits_over_http(make_server, slow):
 def test_a_client_that_vanishes_frees_its_pages(make_server, slow, stream):
     server = make_server()
     connection = open_stream(server, {**LONG, "stream": stream, "n": 2})
-    wait_until(lambda: server.serving.engine_numbers()["pages_used"] > 0)
+    wait_until(lambda: server.pages_used() > 0)
     if stream:
         assert connection.recv(2000)
     connection.close()
@@ -196,7 +196,7 @@ def test_metrics(server):
     assert server.metric("dspark_position_accepted_tokens_total") == accepted
     for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds"):
         assert server.metric(f"dspark_{name}_count") > 0
-    assert server.metric("dspark_pages_used") == 0
+    assert server.metric("dspark_pages_free") == server.metric("dspark_pages") > 0
     assert server.metric("dspark_step_seconds_total") > 0
 
 
@@ -249,3 +249,17 @@ def test_a_process_and_its_signals(target_folder, bundle_folder):
             rest = process.stderr.read()
         assert process.returncode == code, rest
         assert "Traceback" not in rest
+
+
+def test_a_full_queue_refuses_at_once(make_server, slow):
+    server = make_server(max_requests=1, max_waiting=1)
+    with open_stream(server) as first, open_stream(server) as second:
+        first.recv(100)
+        wait_until(lambda: server.serving.stats().waiting == 1)
+        refused = server.chat()
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert "later" in refused.json()["error"]["message"]
+        assert second.fileno() >= 0
+    server.wait_idle()
+    assert server.metric("dspark_refused_total") == 1
+    assert server.chat().status_code == 200

@@ -55,9 +55,17 @@ def serve(
     max_requests: Annotated[
         int, typer.Option(help="Requests that decode at once; more wait in a queue.")
     ] = 32,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait; more are refused with 429.")
+    ] = 256,
     cache_tokens: Annotated[
-        int, typer.Option(help="Tokens of all requests together that the cache holds.")
-    ] = 32 * 1024,
+        int | None,
+        typer.Option(
+            help="Tokens of all requests together that the cache holds. "
+            "Default: half of the memory that is free, or what the requests can need.",
+            show_default=False,
+        ),
+    ] = None,
     model_name: Annotated[
         str | None,
         typer.Option(help="What clients call the model. Default: its name.", show_default=False),
@@ -115,7 +123,9 @@ def serve(
         drain_timeout=drain_timeout,
         log_prompts=log_prompts,
     )
-    engine = EngineConfig(max_requests=max_requests, cache_tokens=cache_tokens)
+    engine = EngineConfig(
+        max_requests=max_requests, max_waiting=max_waiting, cache_tokens=cache_tokens
+    )
     progress = Progress()
     load = partial(
         LLM,

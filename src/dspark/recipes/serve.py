@@ -70,7 +70,7 @@ def build_serving(llm: LLM, config: ServerConfig, engine_config: EngineConfig) -
         about=about(llm),
         created=int(time.time()),
     )
-    serving.add_gauges()
+    metrics.watch(serving.stats)
     return serving
 
 
@@ -121,12 +121,12 @@ def start_lines(serving: "Serving", host: str, port: int) -> list[str]:
         access = "no API keys: open to everyone on this machine"
     else:
         access = "NO API KEYS, and not bound to this machine only: anyone who reaches it may use it"
-    pool = engine.pool
+    stats = serving.stats()
     memory = psutil.Process().memory_info().rss / 2**30
     return [
         f"target    {facts['target']}, {facts['weights']} weights, {facts['threads']} threads",
         f"drafter   {facts['drafter'] or 'none'}, policy {facts['policy']}",
-        f"cache     {pool.num_pages * pool.page_size} tokens in {pool.num_pages} pages; "
+        f"cache     {stats.pages * stats.page_size} tokens in {stats.pages} pages; "
         f"up to {engine.config.max_requests} requests at once; context {serving.max_context}",
         f"memory    {memory:.2f} GiB resident",
         f"access    {access}",

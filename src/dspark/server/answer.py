@@ -6,14 +6,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from dspark.core.errors import DSparkError, UserError
+from dspark.core.errors import DSparkError, OverloadedError, UserError
 from dspark.core.sampling import SamplingParams
 from dspark.engine.request import TokenEvent
 from dspark.engine.service import ClosedError, RequestStream
 from dspark.server.asking import as_bad_request
-from dspark.server.errors import ApiError, draining
+from dspark.server.errors import ApiError, draining, too_busy
 from dspark.server.serving import Serving
 from dspark.server.token_details import token_details
+
+_RETRY_SECONDS = 2.0
+"""After a refusal because too much waits."""
 
 
 class Answer:
@@ -113,9 +116,17 @@ class Answer:
 
 
 async def ask(
-    serving: Serving, prompt: Sequence[int], params: SamplingParams, *, details: bool = False
+    serving: Serving,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    owner: str,
+    details: bool = False,
 ) -> Answer:
-    """Submits a prompt. Raises ApiError for what the engine refuses."""
+    """Submits a prompt. Raises ApiError for what the engine refuses.
+
+    owner: whose request it is; the engine is fair among owners.
+    """
     most = serving.config.max_prompt_tokens
     if most is not None and len(prompt) > most:
         raise ApiError(
@@ -126,7 +137,9 @@ async def ask(
         )
     try:
         # In a thread: a grammar may take a while to compile, and the others go on meanwhile.
-        stream = await asyncio.to_thread(serving.engine.submit, prompt, params)
+        stream = await asyncio.to_thread(serving.engine.submit, prompt, params, owner=owner)
+    except OverloadedError as error:
+        raise too_busy(str(error), _RETRY_SECONDS) from None
     except ClosedError:
         raise draining() from None
     except UserError as error:

@@ -35,7 +35,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         raise bad_request("stream_options: needs stream to be true", "stream_options")
     tools = _tools(serving, body)
     prompt = await asyncio.to_thread(encode_messages, serving, body.messages, tools)
-    answer = await ask(serving, prompt, _params(serving, body, prompt), details=body.token_details)
+    params = _params(serving, body, prompt)
+    owner = request.state.log["key"]
+    answer = await ask(serving, prompt, params, owner=owner, details=body.token_details)
     writing = _Writing(serving, body, answer, with_tools=tools is not None)
     request.state.log.update(prompt_tokens=len(prompt), seed=answer.seed, stream=body.stream)
     if serving.config.log_prompts:

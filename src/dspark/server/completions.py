@@ -40,9 +40,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         echo=body.echo and body.logprobs is not None,
     )
     answers: list[Answer] = []
+    owner = request.state.log["key"]
     try:
         for prompt in prompts:
-            answers.append(await ask(serving, prompt, params, details=body.token_details))
+            answers.append(
+                await ask(serving, prompt, params, owner=owner, details=body.token_details)
+            )
     except BaseException:
         for answer in answers:
             answer.close()

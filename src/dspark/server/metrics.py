@@ -1,16 +1,48 @@
 """Prometheus metrics. Every number about speculation comes from the engine's step records."""
 
 from collections import Counter as Tally
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from dspark.core.records import StepRecord
+from dspark.core.records import EngineStats, StepRecord
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+_GAUGES = {
+    "running": "Choices that decode or whose prompt is being computed",
+    "waiting": "Choices in the queue",
+    "waiting_tokens": "Prompt and most new tokens of the waiting choices",
+    "pages": "Pages of keys and values",
+    "pages_free": "Pages that no request holds",
+    "pages_kept": "Free pages that the prefix cache keeps until they are needed",
+}
+_COUNTERS = {
+    "preemptions": "Requests that gave their pages to others, to be resumed",
+    "refused": "Requests not taken because too much was waiting",
+    "prefix_hits": "Prompts that began with pages of the prefix cache",
+    "prefix_hit_tokens": "Prompt tokens that the prefix cache had",
+    "pages_evicted": "Pages taken from the prefix cache",
+    "rebuilt_positions": "Positions whose keys, the drafter's included, were computed again",
+}
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, meaning in _GAUGES.items():
+            yield GaugeMetricFamily(f"dspark_{name}", meaning, value=getattr(stats, name))
+        for name, meaning in _COUNTERS.items():
+            yield CounterMetricFamily(f"dspark_{name}", meaning, value=getattr(stats, name))
 
 
 class ServerMetrics:
@@ -48,9 +80,9 @@ class ServerMetrics:
         )
         self._budget = spread("verification_budget", "1 + admitted draft tokens a round", _LENGTHS)
 
-    def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
-        """A gauge that asks for its value when it is read."""
-        Gauge(f"dspark_{name}", help, registry=self.registry).set_function(value)
+    def watch(self, stats: Callable[[], EngineStats]) -> None:
+        """Adds what the engine counts itself; `stats` is asked whenever metrics are read."""
+        self.registry.register(_EngineCollector(stats))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -1,6 +1,7 @@
 """What operators and the live page ask: health, metrics, the model, tokens."""
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -55,7 +56,7 @@ async def stats(request: Request) -> Response:
     serving = _serving(request)
     document = serving.live.document()
     server = {"model": serving.name, "draining": serving.draining, **serving.about}
-    return json_response({**document, "engine": serving.engine_numbers(), "server": server})
+    return json_response({**document, "engine": asdict(serving.stats()), "server": server})
 
 
 @router.get("/v1/models")

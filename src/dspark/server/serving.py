@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.core.records import EngineStats
 from dspark.engine.service import EngineService
 from dspark.server.auth import ApiKeys
 from dspark.server.config import ServerConfig
@@ -12,12 +13,6 @@ from dspark.server.live import LiveView
 from dspark.server.metrics import ServerMetrics
 from dspark.server.rounds import RoundNotes
 
-_GAUGES = {
-    "running": "Choices that decode or whose prompt is being computed",
-    "waiting": "Choices in the queue",
-    "pages_used": "Pages of keys and values in use",
-    "pages_total": "Pages of keys and values",
-}
 EncodeChat = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], list[int]]
 """(messages, tools) -> token ids up to where the answer starts. Raises PromptError."""
 
@@ -44,24 +39,12 @@ class Serving:
     draining: bool = False
     token_texts: dict[int, str] = field(default_factory=dict)
 
-    def engine_numbers(self) -> dict[str, int]:
-        """How busy the engine is, read without stopping it."""
-        engine = self.engine.engine
-        pool = engine.pool
-        return {
-            "running": len(engine.running),
-            "waiting": len(engine.waiting),
-            "pages_used": pool.num_pages - pool.free_pages,
-            "pages_total": pool.num_pages,
-        }
-
-    def add_gauges(self) -> None:
-        """Numbers that the engine knows at any moment, as metrics."""
-        for name, meaning in _GAUGES.items():
-            self.metrics.gauge(name, meaning, lambda name=name: self.engine_numbers()[name])
+    def stats(self) -> EngineStats:
+        """How the engine is doing, read without stopping it."""
+        return self.engine.engine.stats()
 
     @property
     def max_context(self) -> int:
         """Tokens that a prompt and its answer may have together."""
-        engine = self.engine.engine
-        return min(engine.target.max_context, engine.pool.num_pages * engine.pool.page_size)
+        stats = self.stats()
+        return min(self.engine.engine.target.max_context, stats.pages * stats.page_size)

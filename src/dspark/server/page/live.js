@@ -75,7 +75,7 @@ function numbers(stats, recent) {
     ["Accepted length", ratio(sum(recent, "accepted") + sum(recent, "rounds"), sum(recent, "rounds"))],
     ["Accepted / verified", ratio(sum(recent, "accepted"), sum(recent, "verified"))],
     ["Budget a round", ratio(sum(recent, "verified") + sum(recent, "rounds"), sum(recent, "rounds"))],
-    ["Pages in use", `${engine.pages_used} / ${engine.pages_total}`],
+    ["Pages in use", `${engine.pages - engine.pages_free} / ${engine.pages}`],
   ];
   $("numbers").replaceChildren(...rows.map(([name, value]) => pair(name, value)));
 }
