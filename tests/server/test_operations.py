@@ -46,6 +46,17 @@ def slow(monkeypatch):
     monkeypatch.setattr(Engine, "step", lambda self: (time.sleep(0.02), step(self))[1])
 
 
+@pytest.fixture
+def gate(monkeypatch):
+    """While it is closed, the engine's step waits: what is asked stays open. It starts closed."""
+    from dspark.engine.engine import Engine
+
+    opened, step = threading.Event(), Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: (opened.wait(60), step(self))[1])
+    yield opened
+    opened.set()
+
+
 def test_keys(make_server, tmp_path):
     file = tmp_path / "keys"
     file.write_text("# ours\nsecret-one\n\nsecret-two\n")
@@ -97,16 +108,17 @@ def test_limits():
         pass
 
 
-def test_limits_over_http(make_server, slow):
+def test_limits_over_http(make_server, gate):
     server = make_server(concurrent_requests=1)
-    with open_stream(server) as connection:
-        connection.recv(100)
+    with open_stream(server):
+        wait_until(lambda: server.serving.engine.open_choices == 1)
         refused = server.chat()
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         with pytest.raises(openai.RateLimitError):
             server.client().chat.completions.create(model="tiny", messages=MESSAGES)
+        gate.set()
     server.wait_idle()
-    assert server.chat().status_code == 200
+    wait_until(lambda: server.chat().status_code == 200)
     once = make_server(requests_per_minute=1)
     assert once.chat().status_code == 200 and once.chat().status_code == 429
     assert once.http.get("/v1/models").status_code == 200, "only completions count"
@@ -150,15 +162,15 @@ def test_a_request_that_takes_too_long(make_server, slow):
     server.wait_idle()
 
 
-def test_an_answer_in_flight_survives_the_drain(make_server, slow):
+def test_an_answer_in_flight_survives_the_drain(make_server, gate):
     server = make_server(drain_timeout=30)
     result = {}
     asker = threading.Thread(target=lambda: result.update(answer=server.chat(max_tokens=60)))
     asker.start()
     wait_until(lambda: server.serving.engine.open_choices == 1)
-    with socket.create_connection(server.url.removeprefix("http://").split(":")):
-        pass
     server.server.handle_exit(signal.SIGTERM, None)
+    time.sleep(0.2)
+    gate.set()
     asker.join(timeout=60)
     assert result["answer"].status_code == 200
     assert result["answer"].json()["usage"]["completion_tokens"] == 60
@@ -251,15 +263,14 @@ def test_a_process_and_its_signals(target_folder, bundle_folder):
         assert "Traceback" not in rest
 
 
-def test_a_full_queue_refuses_at_once(make_server, slow):
+def test_a_full_queue_refuses_at_once(make_server, gate):
     server = make_server(max_requests=1, max_waiting=1)
-    with open_stream(server) as first, open_stream(server) as second:
-        first.recv(100)
-        wait_until(lambda: server.serving.stats().waiting == 1)
+    with open_stream(server), open_stream(server):
+        wait_until(lambda: server.serving.engine.open_choices == 2)
         refused = server.chat()
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert "later" in refused.json()["error"]["message"]
-        assert second.fileno() >= 0
+        gate.set()
     server.wait_idle()
     assert server.metric("dspark_refused_total") == 1
     assert server.chat().status_code == 200

@@ -9,7 +9,7 @@ from dspark.server.errors import ApiError, bad_request
 from dspark.server.schemas import SEED_LIMIT, GenerationBody, ResponseFormat
 from dspark.server.serving import Serving
 
-OUR_NAMES = {"max_new_tokens": "max_tokens"}
+OUR_NAMES = {"max_new_tokens": "max_tokens", "prompt_logprobs": "echo with logprobs"}
 """Engine's name -> API's, where they differ."""
 
 
