@@ -83,7 +83,7 @@ def _encode(serving: Serving, body: CompletionBody) -> list[list[int]]:
     if isinstance(prompt, str):
         return [_tokens(serving, prompt)]
     if isinstance(prompt[0], int):
-        return [cast(list[int], prompt)]
+        return [prompt]
     return [
         _tokens(serving, one) if isinstance(one, str) else one
         for one in cast(list[str | list[int]], prompt)

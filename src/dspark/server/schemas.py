@@ -29,7 +29,7 @@ class JsonSchema(Body):
     description: str | None = None
     strict: StrictBool | None = None
     """The grammar is always enforced."""
-    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class ResponseFormat(Body):

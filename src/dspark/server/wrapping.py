@@ -16,7 +16,7 @@ from dspark.server.logs import log, logger
 from dspark.server.metrics import ServerMetrics
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/stats"})
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/stats", "page"})
 """Asked every few seconds by machines: logged only when they fail."""
 
 _SECURITY = [
@@ -94,7 +94,8 @@ class Wrapping:
             )
             await json_response(failed.to_json(), 500)(scope, receive, marked_send)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
+            # A label of few values: whatever else is asked for is a file of the page, or nothing.
+            route = getattr(scope.get("route"), "path", "page" if status < 400 else "unknown")
             self._metrics.answered(route, status)
             if route not in _QUIET_PATHS or status >= 400:
                 log(
