@@ -51,7 +51,14 @@ def build_serving(llm: LLM, config: ServerConfig, engine_config: EngineConfig) -
         live.observe(record)
 
     tokenizer = llm.tokenizer
-    engine = Engine(llm.loaded.target, llm.drafter, llm.policy, engine_config, tokenizer=tokenizer)
+    engine = Engine(
+        llm.loaded.target,
+        llm.drafter,
+        llm.policy,
+        engine_config,
+        calibration=llm.calibration,
+        tokenizer=tokenizer,
+    )
     serving = Serving(
         name=config.model_name or llm.loaded.name,
         engine=EngineService(engine, on_record=on_record),
