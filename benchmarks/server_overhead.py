@@ -72,6 +72,7 @@ def measure(serving: Serving, streams: int, tokens: int, repeats: int) -> dict[s
         finally:
             clients.stdin.close()
             clients.wait()
+            clients.stdout.close()
             server.should_exit = True
             thread.join()
     return seconds
