@@ -5,7 +5,20 @@ import json
 import pytest
 
 from dspark.core.errors import ConfigError
+from dspark.core.guided import Guided
 from dspark.core.sampling import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def full_engine(server):
+    """Skips where the engine does not take log-probabilities and grammars yet."""
+    try:
+        server.serving.engine.engine.prepare(
+            [5], SamplingParams(logprobs=0, guided=Guided.regex("a"))
+        )
+    except ConfigError as error:
+        pytest.skip(str(error))
+
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 NO_EOS = {"ignore_eos": True}

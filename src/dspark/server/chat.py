@@ -86,8 +86,6 @@ def _params(serving: Serving, body: ChatBody, prompt: list[int]) -> SamplingPara
         room = serving.max_context - len(prompt)
         limit = max(1, min(serving.config.default_tokens, room))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if logprobs is None and body.token_details:
-        logprobs = 0
     return sampling_params(body, max_tokens=limit, logprobs=logprobs)
 
 

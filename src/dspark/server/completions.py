@@ -36,7 +36,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         body,
         # Scoring asks for no token at all. The engine makes one at least; it is left out then.
         max_tokens=1 if max_tokens == 0 and body.echo else max_tokens,
-        logprobs=0 if body.logprobs is None and body.token_details else body.logprobs,
+        logprobs=body.logprobs,
         echo=body.echo and body.logprobs is not None,
     )
     answers: list[Answer] = []
