@@ -11,8 +11,8 @@ def token_details(event: TokenEvent, note: RoundRecord | None) -> list[dict[str,
     """One object a token: id, text, fate, round, position, target_prob, confidence, survival.
 
     note: the round's record; None for the first token, which prefill gave. `target_prob` is the
-    target's own probability of the token, before temperature and truncation, where log-probabilities
-    were asked for.
+    target's own probability of the token, before temperature and truncation, where logprobs are
+    asked for.
     """
     texts = event.texts or ("",) * len(event.tokens)
     details: list[dict[str, Any]] = []
