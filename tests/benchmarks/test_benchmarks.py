@@ -25,11 +25,9 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts import each other from their own folder, as they do when they are run."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    own = ("policy_sweep", "threshold_sweep", "gate_cost", "planner_time")
-    for name in ("common", "single_stream", "llama_cpp", "weights", "exactness", *own):
     for name in (
-        "common", "single_stream", "llama_cpp", "weights", "exactness", "sse_clients",
-        "server_overhead",
+        "policy_sweep", "threshold_sweep", "gate_cost", "planner_time", "common", "single_stream",
+        "llama_cpp", "weights", "exactness", "sse_clients", "server_overhead",
     ):  # fmt: skip
         sys.modules.pop(name, None)
 
@@ -276,6 +274,8 @@ def test_planner_time(capsys: pytest.CaptureFixture[str]) -> None:
         "algorithm 1", "top-K", "policy early", "policy async", "policy marginal"
     }  # fmt: skip
     assert all(value > 0 for own in result["microseconds"].values() for value in own.values())
+
+
 def test_server_overhead(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import server_overhead
 

@@ -50,7 +50,9 @@ def test_a_stream_is_the_same_text(server):
 def full_engine(server):
     """Skips where the engine does not take log-probabilities and per-request speculation yet."""
     try:
-        server.serving.engine.engine.prepare([5], SamplingParams(logprobs=0, speculation="off"))
+        server.serving.engine.engine.prepare(
+            [5], SamplingParams(max_new_tokens=4, logprobs=0, speculation="off")
+        )
     except ConfigError as error:
         pytest.skip(str(error))
 

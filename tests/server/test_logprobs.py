@@ -14,7 +14,7 @@ def full_engine(server):
     """Skips where the engine does not take log-probabilities and grammars yet."""
     try:
         server.serving.engine.engine.prepare(
-            [5], SamplingParams(logprobs=0, guided=Guided.regex("a"))
+            [5], SamplingParams(max_new_tokens=4, logprobs=0, guided=Guided.regex("a"))
         )
     except ConfigError as error:
         pytest.skip(str(error))
