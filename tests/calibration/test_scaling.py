@@ -89,7 +89,7 @@ def test_too_few_rounds_are_refused_with_the_position_and_the_limit():
     with pytest.raises(DataError, match=r"position 3 has 10 .* at least 20"):
         check_enough(synthetic(100, judged=judged))
     with pytest.raises(DataError, match="position 1 has 5"):
-        fit_temperatures(synthetic(5))
+        report(synthetic(5), [1.0] * BLOCK, seed=0)
 
 
 def test_a_small_sample_says_how_little_it_says():

@@ -49,15 +49,19 @@ def test_greedy_requests_share_one_condition():
 )
 def test_the_nearest_condition_is_used(sampling, nearest):
     snapshot = Snapshot(0, PROPOSALS, TABLE)
-    found = snapshot.nearest(SamplingParams(**sampling))
+    found = snapshot.nearest(Condition.of(SamplingParams(**sampling), PROPOSALS))
     assert found == condition(temperature={"sampled": 1.0, "greedy": 0.0}[nearest])
 
 
 def test_the_rule_counts_more_than_a_temperature_nearby():
     table = {condition(rule="coupled"): WARM, condition(temperature=0.5): GREEDY}
     snapshot = Snapshot(0, PROPOSALS, table)
-    assert snapshot.nearest(SamplingParams(temperature=1.0)) == condition(temperature=0.5)
-    assert snapshot.nearest(SamplingParams(seed=1)) == condition(rule="coupled")
+    assert snapshot.nearest(Condition.of(SamplingParams(temperature=1.0), PROPOSALS)) == condition(
+        temperature=0.5
+    )
+    assert snapshot.nearest(Condition.of(SamplingParams(seed=1), PROPOSALS)) == condition(
+        rule="coupled"
+    )
 
 
 def test_every_row_gets_the_temperatures_of_its_condition():

@@ -59,6 +59,15 @@ class Rounds:
             self.prompts_N[chosen_N],
         )
 
+    def first(self, positions: int) -> "Rounds":
+        """The same rounds, as if their blocks were this long."""
+        return Rounds(
+            self.logits_NK[:, :positions],
+            np.minimum(self.accepted_N, positions),
+            np.minimum(self.judged_N, positions),
+            self.prompts_N,
+        )
+
     def counted(self, column: int) -> BoolArray:
         """Rounds [N] that say something about this position (a column, counted from 0)."""
         return self.judged_N > column

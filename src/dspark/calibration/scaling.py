@@ -28,9 +28,8 @@ def fit_temperatures(rounds: Rounds, grids: npt.ArrayLike = GRID) -> FloatArray:
     score is taken; of equals the one nearest to 1.
 
     grids: temperatures to try, [G], or [K, G] for a grid of each position's own.
-    Raises DataError for fewer than `LEAST_ROUNDS` at a position.
+    Every position needs a verified round; `check_enough` says when there are enough to rely on it.
     """
-    check_enough(rounds)
     size = rounds.block_size
     grids_KG = np.broadcast_to(np.asarray(grids, dtype=np.float64), (size, np.shape(grids)[-1]))
     temperatures = np.ones(size)

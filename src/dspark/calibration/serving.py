@@ -30,13 +30,14 @@ class Snapshot:
         """Calibrated conditional confidences c [R, K] of raw logits; `sampling` is the rows'."""
         if not self.temperatures or not sampling:
             return conditional_confidence(logits_RK)
-        rows = [self.temperatures[self.nearest(own)] for own in sampling]
+        assert self.proposals is not None
+        wanted = [Condition.of(own, self.proposals) for own in sampling]
+        rows = [self.temperatures[self.nearest(condition)] for condition in wanted]
         return conditional_confidence(logits_RK, np.array(rows))
 
-    def nearest(self, sampling: SamplingParams) -> Condition:
-        """The condition whose temperatures serve these parameters; the first of equals."""
-        assert self.temperatures and self.proposals is not None
-        wanted = Condition.of(sampling, self.proposals)
+    def nearest(self, wanted: Condition) -> Condition:
+        """The condition whose temperatures serve the wanted one; the first of equals."""
+        assert self.temperatures
         if wanted in self.temperatures:
             return wanted
         return min(self.temperatures, key=wanted.distance)
@@ -96,7 +97,7 @@ class FixedCalibration:
             self._expected.add(wanted)
             self._say(
                 f"calibration: none for {wanted}; using the nearest: "
-                f"{self._snapshot.nearest(sampling)}"
+                f"{self._snapshot.nearest(wanted)}"
             )
 
     def snapshot(self) -> Snapshot:

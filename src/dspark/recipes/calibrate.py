@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,13 @@ from dspark.calibration.curves import ReliabilityCurve, reliability_curve
 from dspark.calibration.export import FORMATS, export
 from dspark.calibration.report import PositionReport, report
 from dspark.calibration.samples import Rounds
-from dspark.calibration.scaling import FEW_ROUNDS, GRID, fit_temperatures, survival
+from dspark.calibration.scaling import (
+    FEW_ROUNDS,
+    GRID,
+    check_enough,
+    fit_temperatures,
+    survival,
+)
 from dspark.calibration.table import (
     FILE,
     CalibrationTable,
@@ -138,6 +144,7 @@ def calibrate(
         texts = collect(llm, jobs, bundle.config.block_size, file, progress)
 
     fitted, held_out = split_halves(texts, bundle.config.block_size)
+    check_enough(fitted)
     temperatures = fit_temperatures(fitted)
     positions = report(held_out, temperatures, seed=seed)
     entry = Entry(
@@ -249,20 +256,25 @@ def collect(
 
 
 def split_halves(
-    texts: dict[TextKey, tuple[RoundRow, ...]], block_size: int
+    texts: Mapping[TextKey, tuple[RoundRow, ...]], block_size: int
 ) -> tuple[Rounds, Rounds]:
     """Rounds to fit on and rounds to report on: every other prompt, with all its samples."""
+    everything = rounds_of(texts, block_size)
+    odd = everything.prompts_N % 2 == 1
+    return everything.select(~odd), everything.select(odd)
+
+
+def rounds_of(texts: Mapping[TextKey, tuple[RoundRow, ...]], block_size: int) -> Rounds:
+    """All rounds of these texts; prompts are numbered by file and line."""
     prompts = sorted({(file, line) for file, line, _ in texts})
     number = {prompt: index for index, prompt in enumerate(prompts)}
     rows = [(number[key[:2]], row) for key in sorted(texts) for row in texts[key]]
-    everything = Rounds(
+    return Rounds(
         np.array([r[2] for _, r in rows], dtype=np.float32).reshape(-1, block_size).astype(float),
         np.array([r[0] for _, r in rows], dtype=np.int64),
         np.array([r[1] for _, r in rows], dtype=np.int64),
         np.array([prompt for prompt, _ in rows], dtype=np.int64),
     )
-    odd = everything.prompts_N % 2 == 1
-    return everything.select(~odd), everything.select(odd)
 
 
 def _table(bundle: Bundle, weights_sha256: str, say: Callable[[str], None]) -> CalibrationTable:

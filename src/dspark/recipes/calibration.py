@@ -3,10 +3,12 @@
 from collections.abc import Callable
 
 from dspark.calibration.condition import CandidateSet
+from dspark.calibration.online import OnlineCalibration
 from dspark.calibration.serving import Calibration, FixedCalibration, Uncalibrated
 from dspark.calibration.table import FILE, CalibrationTable, file_sha256, read_table
 from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.native import WEIGHTS
+from dspark.core.errors import ConfigError
 
 
 def candidate_set(bundle: Bundle) -> CandidateSet:
@@ -29,9 +31,19 @@ def read_calibration(bundle: Bundle) -> CalibrationTable | None:
     )
 
 
-def serving_calibration(bundle: Bundle, say: Callable[[str], None]) -> Calibration:
-    """What an engine takes. `say` is told what it is, and of every substitute condition."""
+def serving_calibration(
+    bundle: Bundle, say: Callable[[str], None], *, recalibrate: bool = False
+) -> Calibration:
+    """What an engine takes. `say` is told what it is, of every substitute condition and refit.
+
+    recalibrate: follow what is served; ConfigError without a confidence head.
+    """
     if not bundle.config.has_confidence:
+        if recalibrate:
+            raise ConfigError(
+                f"draft bundle {bundle.path} has no confidence head, so there is nothing to "
+                "recalibrate; leave recalibration off"
+            )
         say("calibration: this bundle has no confidence head; policies off and fixed:N need none")
         return Uncalibrated()
     table = read_calibration(bundle)
@@ -40,6 +52,13 @@ def serving_calibration(bundle: Bundle, say: Callable[[str], None]) -> Calibrati
             "calibration: none in this bundle, so confidences count as the head gives them "
             "(dspark calibrate makes one)"
         )
+    else:
+        say(f"calibration: {'; '.join(str(condition) for condition in table.entries)}")
+    temperatures = {} if table is None else table.temperatures
+    if recalibrate:
+        return OnlineCalibration(
+            temperatures, candidate_set(bundle), bundle.config.block_size, say=say
+        )
+    if not temperatures:
         return Uncalibrated()
-    say(f"calibration: {'; '.join(str(condition) for condition in table.entries)}")
-    return FixedCalibration(table.temperatures, candidate_set(bundle), say=say)
+    return FixedCalibration(temperatures, candidate_set(bundle), say=say)

@@ -28,6 +28,7 @@ from dspark.recipes.values import set_threads
 from dspark.scheduling.cost_model import CostModel
 from dspark.scheduling.parse import needs_cost, parse_policy
 from dspark.scheduling.policies import Policy
+from dspark.scheduling.probing import Probing
 from dspark.scheduling.table import Fingerprint
 from dspark.targets.load import LoadedTarget, load_target
 
@@ -87,6 +88,8 @@ class LLM:
     threads: CPU threads for torch; None leaves torch's own choice.
     max_requests: how many prompts decode at once; more wait.
     calibrated: use the bundle's `calibration.json`; False only to measure the head as it is.
+    recalibrate: refit confidence temperatures to what is served (`calibration.online`), and verify
+        one round in a hundred whole for it.
     progress: where start-up lines go; silent by default.
 
     Raises subclasses of UserError (`dspark.core.errors`) for anything wrong with these.
@@ -103,6 +106,7 @@ class LLM:
         max_requests: int = 32,
         trust_remote_code: bool = False,
         calibrated: bool = True,
+        recalibrate: bool = False,
         progress: Progress | None = None,
     ) -> None:
         set_threads(threads)
@@ -115,7 +119,10 @@ class LLM:
         bundle = None if draft is None or draft == LOOKUP else read_bundle(Path(draft))
         self.calibration: Calibration = Uncalibrated()
         if bundle is not None and calibrated:
-            self.calibration = serving_calibration(bundle, progress.say)
+            self.calibration = serving_calibration(bundle, progress.say, recalibrate=recalibrate)
+        elif recalibrate:
+            raise ConfigError("recalibration needs a draft bundle, used with its calibration")
+        self._probes = recalibrate
         self.bundle_folder: Path | None = None if bundle is None else bundle.path
         self.loaded: LoadedTarget = load_target(
             target,
@@ -160,12 +167,13 @@ class LLM:
                 f"{why_none(self.fingerprint)}; using {fixed} instead. Run dspark profile for one"
             )
             text = fixed
-        return parse_policy(
+        policy = parse_policy(
             text,
             block_size=block_size,
             has_confidence=self._has_confidence,
             cost=self.cost_model,
         )
+        return Probing(policy) if self._probes and policy.drafts else policy
 
     @property
     def default_policy(self) -> str:

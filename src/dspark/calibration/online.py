@@ -1,0 +1,209 @@
+"""Temperatures that follow what is served.
+
+Served texts differ from those a drafter was calibrated on. Every verified position says how well
+its confidence was calibrated: rounds go into a sliding window a condition, and where the window
+shows more error than a perfect predictor would, temperatures are fitted again. A refit reads
+finished rounds only, so it never anticipates (law 2), and a round keeps the snapshot that it began
+with.
+
+A policy verifies where it expects acceptance, so the window holds mostly that; rounds verified
+whole without looking at their confidences (`scheduling.probing`) show the rest.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark.calibration.arrays import FloatArray
+from dspark.calibration.condition import CandidateSet, Condition
+from dspark.calibration.metrics import expected_calibration_error, floor_of_ece
+from dspark.calibration.samples import Rounds
+from dspark.calibration.scaling import fit_temperatures, survival
+from dspark.calibration.serving import Snapshot
+from dspark.core.records import RoundRecord, StepRecord
+from dspark.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlineConfig:
+    window: int = 20_000
+    """Rounds that are looked at: the last so many. No refit before there are as many."""
+    every: int = 2_000
+    """Rounds between two looks."""
+    margin: float = 0.01
+    """Drift is an ECE this much above a perfect predictor's 95th percentile."""
+    step: float = 1.5
+    """A refit changes a temperature at most by this factor."""
+    reach: float = 4.0
+    """All refits together change it at most by this factor."""
+    least: int = 1_000
+    """Verified rounds in the window that a position needs to be refitted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refit:
+    """One change of temperatures while serving."""
+
+    number: int
+    """Of the snapshot that it made (`StepRecord.calibration`)."""
+    condition: Condition
+    rounds: int
+    """Rounds of the condition seen by then."""
+    drifted: tuple[int, ...]
+    """Positions, from 1, that gave rise to it."""
+    temperatures: tuple[float, ...]
+    mean_ece_before: float
+    """Over the positions refitted, in the window."""
+    mean_ece_after: float
+
+
+class OnlineCalibration:
+    """A `Calibration` that begins with a bundle's temperatures and refits them by condition.
+
+    temperatures: the bundle's; empty for an uncalibrated head.
+    say: is told of every refit, and of conditions served with the nearest one's temperatures.
+    """
+
+    def __init__(
+        self,
+        temperatures: Mapping[Condition, FloatArray],
+        proposals: CandidateSet,
+        block_size: int,
+        *,
+        config: OnlineConfig | None = None,
+        say: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self.config = config or OnlineConfig()
+        self.refits: list[Refit] = []
+        self._bundle = dict(temperatures)
+        self._snapshot = Snapshot(0, proposals, dict(temperatures))
+        self._proposals = proposals
+        self._block_size = block_size
+        self._windows: dict[Condition, _Window] = {}
+        self._base: dict[Condition, FloatArray] = {}
+        self._say = say
+
+    def expect(self, sampling: SamplingParams) -> None:
+        wanted = Condition.of(sampling, self._proposals)
+        if wanted in self._windows:
+            return
+        self._windows[wanted] = _Window(self.config.window, self._block_size)
+        if not self._bundle:
+            self._base[wanted] = np.ones(self._block_size)
+            return
+        nearest = Snapshot(0, self._proposals, self._bundle).nearest(wanted)
+        self._base[wanted] = self._bundle[nearest]
+        if nearest != wanted:
+            self._say(f"calibration: none for {wanted}; using the nearest: {nearest}")
+
+    def snapshot(self) -> Snapshot:
+        return self._snapshot
+
+    def observe(self, record: StepRecord, sampling: Mapping[int, SamplingParams]) -> None:
+        for own in record.rounds:
+            if own.judged and own.confidence:
+                condition = Condition.of(sampling[own.request], self._proposals)
+                window = self._windows[condition]
+                window.add(own)
+                if window.full and window.seen % self.config.every == 0:
+                    self._review(condition, window)
+
+    def _review(self, condition: Condition, window: "_Window") -> None:
+        """Looks for drift, and refits the positions that enough rounds verified."""
+        rounds = window.rounds()
+        # Verified positions are prefixes, so those with enough rounds are the first ones.
+        depth = sum(count >= self.config.least for count in rounds.samples)
+        if depth == 0:
+            return
+        current = self._current(condition)
+        part = rounds.first(depth)
+        drifted = self._drifted(part, current[:depth])
+        if not drifted:
+            return
+        factors = np.geomspace(1 / self.config.step, self.config.step, 21)
+        base = self._base[condition][:depth, None]
+        grids_KG = np.clip(
+            current[:depth, None] * factors, base / self.config.reach, base * self.config.reach
+        )
+        fitted = np.concatenate([fit_temperatures(part, grids_KG), current[depth:]])
+        before, after = _mean_ece(part, current[:depth]), _mean_ece(part, fitted[:depth])
+        if not after < before:
+            return
+        number = self._snapshot.number + 1
+        known = self._snapshot.temperatures or {}
+        self._snapshot = Snapshot(number, self._proposals, {**known, condition: fitted})
+        self.refits.append(
+            Refit(
+                number=number,
+                condition=condition,
+                rounds=window.seen,
+                drifted=drifted,
+                temperatures=tuple(fitted.tolist()),
+                mean_ece_before=before,
+                mean_ece_after=after,
+            )
+        )
+        self._say(
+            f"calibration drifted at positions {[*drifted]} ({condition}): temperatures refitted, "
+            f"mean ECE {before:.1%} to {after:.1%} over the last {len(rounds)} rounds"
+        )
+
+    def _current(self, condition: Condition) -> FloatArray:
+        known = self._snapshot.temperatures
+        return known[self._snapshot.nearest(condition)] if known else self._base[condition]
+
+    def _drifted(self, rounds: Rounds, temperatures: FloatArray) -> tuple[int, ...]:
+        predictions_NK = survival(rounds, temperatures)
+        # The same draws each time: a look is a function of its window.
+        generator = np.random.default_rng(0)
+        positions = []
+        for column in range(rounds.block_size):
+            counted = rounds.counted(column)
+            predictions, labels = predictions_NK[counted, column], rounds.labels(column)[counted]
+            floor = np.quantile(floor_of_ece(predictions, generator, draws=20), 0.95)
+            error = expected_calibration_error(predictions, labels)
+            if error > floor + self.config.margin:
+                positions.append(column + 1)
+        return tuple(positions)
+
+
+class _Window:
+    """The last rounds of a condition."""
+
+    def __init__(self, size: int, block_size: int) -> None:
+        self.seen = 0
+        self._logits = np.zeros((size, block_size), dtype=np.float32)
+        self._accepted = np.zeros(size, dtype=np.int64)
+        self._judged = np.zeros(size, dtype=np.int64)
+
+    @property
+    def full(self) -> bool:
+        return self.seen >= len(self._accepted)
+
+    def add(self, record: RoundRecord) -> None:
+        row = self.seen % len(self._accepted)
+        self._logits[row] = record.confidence
+        self._accepted[row], self._judged[row] = record.accepted, record.judged
+        self.seen += 1
+
+    def rounds(self) -> Rounds:
+        count = min(self.seen, len(self._accepted))
+        return Rounds(
+            self._logits[:count].astype(np.float64),
+            self._accepted[:count].copy(),
+            self._judged[:count].copy(),
+            np.arange(count),
+        )
+
+
+def _mean_ece(rounds: Rounds, temperatures: FloatArray) -> float:
+    predictions_NK = survival(rounds, temperatures)
+    errors = [
+        expected_calibration_error(
+            predictions_NK[rounds.counted(column), column],
+            rounds.labels(column)[rounds.counted(column)],
+        )
+        for column in range(rounds.block_size)
+    ]
+    return float(np.mean(errors))

@@ -1,0 +1,52 @@
+"""Rounds that are verified whole, so that recalibration sees what a policy would not verify."""
+
+import numpy as np
+
+from dspark.core.records import StepRecord
+from dspark.core.sampling import VerificationRule
+from dspark.scheduling.arrays import BoolArray, IntArray
+from dspark.scheduling.policies import Policy, RoundView
+
+EVERY = 100
+"""Rounds between two probes of a request: under 1% of rounds, a few percent of draft tokens."""
+
+
+class Probing:
+    """Another policy, but each request's every so manieth round verifies all that was drafted.
+
+    Which rounds those are follows from request and round number alone, so no draft, confidence or
+    outcome has a say (law 2), and what probes find is of all rounds alike. Requests probe at
+    different steps.
+    """
+
+    def __init__(self, policy: Policy, *, every: int = EVERY) -> None:
+        assert every >= 1
+        self.policy = policy
+        self.every = every
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
+    def drafts(self) -> bool:
+        return self.policy.drafts
+
+    @property
+    def rules(self) -> frozenset[VerificationRule]:
+        return self.policy.rules
+
+    def wants_draft(self, view: RoundView) -> BoolArray:
+        return self.policy.wants_draft(view)
+
+    def admit(self, view: RoundView) -> IntArray:
+        lengths = self.policy.admit(view)
+        keys = np.array(view.requests, dtype=np.int64) + np.array(view.rounds, dtype=np.int64)
+        probed: IntArray = np.where(keys % self.every == 0, view.max_admit_R, lengths)
+        return probed
+
+    def observe(self, record: StepRecord) -> None:
+        self.policy.observe(record)
+
+    def fresh(self) -> "Probing":
+        return Probing(self.policy.fresh(), every=self.every)

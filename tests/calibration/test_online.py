@@ -1,0 +1,121 @@
+"""Recalibration while serving: what counts, drift, bounds, and that nothing else changes."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dspark.calibration.condition import CandidateSet, Condition
+from dspark.calibration.metrics import expected_calibration_error, floor_of_ece
+from dspark.calibration.online import OnlineCalibration, OnlineConfig
+from dspark.calibration.scaling import survival
+from dspark.core.records import RoundRecord, StepRecord
+from dspark.core.sampling import SamplingParams
+from tests.calibration.synthetic import BLOCK, synthetic
+
+PROPOSALS = CandidateSet(16, 97)
+DEFAULT = Condition(candidates=16, draft_vocabulary=97)
+SAMPLED = SamplingParams()
+SMALL = OnlineConfig(window=3000, every=1000, least=500)
+
+
+def serve(calibration, rounds, sampling=SAMPLED, admitted=BLOCK):
+    """Rounds as steps of one request each; the snapshot numbers they would be scheduled with."""
+    calibration.expect(sampling)
+    numbers = []
+    for logits, accepted in zip(rounds.logits_NK, rounds.accepted_N, strict=True):
+        numbers.append(calibration.snapshot().number)
+        record = RoundRecord(
+            request=0, round=1, proposed=BLOCK, admitted=admitted,
+            accepted=min(int(accepted), admitted), emitted=min(int(accepted), admitted) + 1,
+            ended=False, confidence=tuple(logits),
+        )  # fmt: skip
+        step = StepRecord(step=0, batch_tokens=1, prefill_tokens=0, rounds=(record,))
+        calibration.observe(step, {0: sampling})
+    return numbers
+
+
+def online(temperatures=(1.0,) * BLOCK, config=SMALL, **kwargs):
+    return OnlineCalibration(
+        {DEFAULT: np.array(temperatures)}, PROPOSALS, BLOCK, config=config, **kwargs
+    )
+
+
+def test_the_window_is_20000_rounds_by_default():
+    assert OnlineConfig().window == 20_000
+
+
+def test_calibrated_rounds_change_nothing():
+    calibration = online()
+    numbers = serve(calibration, synthetic(6000))
+    assert set(numbers) == {0}
+    assert not calibration.refits
+
+
+def test_drift_is_found_and_undone_and_recorded():
+    """Calibrated on one workload, served another: over-confident by a factor in the logits."""
+    lines = []
+    calibration = online(say=lines.append)
+    numbers = serve(calibration, synthetic(9000, (2.0, 1.0, 2.0), seed=1))
+    assert numbers[2999] == 0, "no refit before the window is full"
+    assert numbers[3000] == 1
+    assert calibration.snapshot().number == len(calibration.refits) > 1
+    fitted = calibration.snapshot().temperatures[DEFAULT]
+    assert fitted == pytest.approx([2.0, 1.0, 2.0], rel=0.2)
+    first = calibration.refits[0]
+    assert first.rounds == 3000
+    assert 1 in first.drifted
+    assert first.mean_ece_after < first.mean_ece_before
+    assert len(lines) == len(calibration.refits)
+    held_out = synthetic(9000, (2.0, 1.0, 2.0), seed=2)
+    for column in range(BLOCK):
+        labels = held_out.labels(column)
+        after = survival(held_out, fitted)[:, column]
+        floor = floor_of_ece(after, np.random.default_rng(0)).mean()
+        assert expected_calibration_error(after, labels) < floor + 0.015
+
+
+def test_a_refit_is_bounded_and_so_are_all_together():
+    config = OnlineConfig(window=2000, every=500, least=500, step=1.3, reach=1.5)
+    calibration = online(config=config)
+    serve(calibration, synthetic(5000, (8.0, 8.0, 8.0)))
+    temperatures = [np.ones(BLOCK), *(np.array(r.temperatures) for r in calibration.refits)]
+    for before, after in itertools.pairwise(temperatures):
+        assert (after / before <= 1.3 + 1e-9).all()
+    assert temperatures[-1] == pytest.approx([1.5] * BLOCK)
+
+
+def test_positions_that_are_seldom_verified_keep_their_temperature():
+    calibration = online()
+    serve(calibration, synthetic(6000, (3.0, 3.0, 3.0)), admitted=1)
+    fitted = calibration.snapshot().temperatures[DEFAULT]
+    assert fitted[0] > 1.4
+    assert fitted[1:].tolist() == [1.0, 1.0]
+
+
+def test_a_condition_of_its_own_begins_at_the_nearest_and_leaves_it_alone():
+    lines = []
+    calibration = online(say=lines.append)
+    greedy = SamplingParams(temperature=0.0)
+    serve(calibration, synthetic(4000, (3.0, 3.0, 3.0)), sampling=greedy)
+    assert "using the nearest: rejection, temperature 1" in lines[0]
+    own = Condition.of(greedy, PROPOSALS)
+    temperatures = calibration.snapshot().temperatures
+    assert temperatures[DEFAULT].tolist() == [1.0] * BLOCK
+    assert (temperatures[own] > 1.4).all()
+
+
+def test_an_uncalibrated_head_is_calibrated_while_serving():
+    calibration = OnlineCalibration({}, PROPOSALS, BLOCK, config=SMALL)
+    raw = calibration.snapshot()
+    assert raw.confidence([[0.0] * BLOCK], [SAMPLED]).tolist() == [[0.5] * BLOCK]
+    serve(calibration, synthetic(4000, (3.0, 3.0, 3.0)))
+    assert (calibration.snapshot().temperatures[DEFAULT] > 1.4).all()
+    assert raw.number == 0, "a snapshot taken stays what it was"
+    assert not raw.temperatures
+
+
+def test_rounds_that_verified_nothing_do_not_count():
+    calibration = online()
+    serve(calibration, synthetic(4000, (3.0, 3.0, 3.0)), admitted=0)
+    assert not calibration.refits
