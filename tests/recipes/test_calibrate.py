@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dspark.calibration.condition import CandidateSet, Condition
+from dspark.calibration.online import OnlineCalibration
 from dspark.calibration.report import report
 from dspark.calibration.scaling import fit_temperatures
 from dspark.calibration.serving import FixedCalibration, Uncalibrated
@@ -20,6 +21,7 @@ from dspark.recipes.calibrate import calibrate, check_files, draw, export_file, 
 from dspark.recipes.calibration import candidate_set, read_calibration
 from dspark.recipes.llm import LLM
 from dspark.recipes.round_file import RoundFile
+from dspark.scheduling.probing import Probing
 from tests.recipes.tiny import BLOCK, write_all, write_draft, write_target
 
 SAMPLED = SamplingParams(max_new_tokens=40, verification="rejection")
@@ -222,3 +224,19 @@ def test_files_that_could_not_be_written_are_refused_first(tmp_path):
         check_files(None, tmp_path / "x.json", None)
     with pytest.raises(ConfigError, match="no such folder"):
         check_files(None, None, tmp_path / "none" / "x.png")
+
+
+def test_recalibration_is_off_unless_asked_for_and_probes(folder, result, tmp_path):
+    target, draft = str(folder / "target"), folder / "draft"
+    assert not isinstance(LLM(target, draft=draft, weights="fp32").policy, Probing)
+    llm = LLM(target, draft=draft, weights="fp32", policy="fixed:1", recalibrate=True)
+    assert isinstance(llm.calibration, OnlineCalibration)
+    assert isinstance(llm.policy, Probing)
+    assert llm.policy.name == "fixed:1"
+    generation = llm.start([[5, 6, 7]] * 3, SamplingParams(max_new_tokens=150, ignore_eos=True))
+    generation.run()
+    rounds = [record for step in generation.records for record in step.rounds]
+    assert {record.admitted for record in rounds} == {0, 1, BLOCK}
+    assert 1 <= sum(record.admitted == BLOCK for record in rounds) < 9
+    with pytest.raises(ConfigError, match="needs a draft bundle"):
+        LLM(target, weights="fp32", recalibrate=True)

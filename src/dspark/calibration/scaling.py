@@ -32,8 +32,8 @@ def fit_temperatures(rounds: Rounds, grids: npt.ArrayLike = GRID) -> FloatArray:
     """
     size = rounds.block_size
     grids_KG = np.broadcast_to(np.asarray(grids, dtype=np.float64), (size, np.shape(grids)[-1]))
-    temperatures = np.ones(size)
-    before_N = np.ones(len(rounds))
+    temperatures: FloatArray = np.ones(size, dtype=np.float64)
+    before_N: FloatArray = np.ones(len(rounds), dtype=np.float64)
     for column in range(size):
         counted, logits = rounds.counted(column), rounds.logits_NK[:, column]
         temperatures[column] = _best(
