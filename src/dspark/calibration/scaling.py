@@ -32,8 +32,8 @@ def fit_temperatures(rounds: Rounds, grids: npt.ArrayLike = GRID) -> FloatArray:
     """
     size = rounds.block_size
     grids_KG = np.broadcast_to(np.asarray(grids, dtype=np.float64), (size, np.shape(grids)[-1]))
-    temperatures: FloatArray = np.ones(size, dtype=np.float64)
-    before_N: FloatArray = np.ones(len(rounds), dtype=np.float64)
+    temperatures = np.ones(size)
+    before_N = np.ones(len(rounds))
     for column in range(size):
         counted, logits = rounds.counted(column), rounds.logits_NK[:, column]
         temperatures[column] = _best(
@@ -61,7 +61,8 @@ def _best(
 
 def survival(rounds: Rounds, temperatures: npt.ArrayLike | None = None) -> FloatArray:
     """Predicted survival [N, K] of the rounds' prefixes."""
-    return np.cumprod(conditional_confidence(rounds.logits_NK, temperatures), axis=1)
+    confidence_NK = conditional_confidence(rounds.logits_NK, temperatures)
+    return np.asarray(np.cumprod(confidence_NK, axis=1), dtype=np.float64)
 
 
 def check_enough(rounds: Rounds) -> None:
