@@ -117,7 +117,7 @@ def test_conditions_lie_side_by_side_and_the_nearest_serves(llm, prompts, folder
     lines = []
 
     class Saying:
-        say = lines.append
+        quiet, say = False, lines.append
 
     served = LLM(str(folder / "target"), draft=folder / "draft", weights="fp32", progress=Saying())
     assert isinstance(served.calibration, FixedCalibration)
@@ -137,7 +137,7 @@ def test_without_a_calibration_the_start_says_so(folder, tmp_path):
     lines = []
 
     class Saying:
-        say = lines.append
+        quiet, say = False, lines.append
 
     llm = LLM(str(folder / "target"), draft=bundle, weights="fp32", progress=Saying())
     assert isinstance(llm.calibration, Uncalibrated)
