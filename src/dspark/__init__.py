@@ -8,16 +8,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DSparkError", "RequestOutput", "SamplingParams", "UserError", "__version__"]
+__all__ = [
+    "LLM",
+    "DSparkError",
+    "Guided",
+    "RequestOutput",
+    "SamplingParams",
+    "UserError",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from dspark.core.errors import DSparkError, UserError
+    from dspark.core.guided import Guided
     from dspark.core.sampling import SamplingParams
-    from dspark.recipes.llm import LLM, RequestOutput
+    from dspark.recipes.generation import RequestOutput
+    from dspark.recipes.llm import LLM
 
 _HOMES = {
     "LLM": "dspark.recipes.llm",
-    "RequestOutput": "dspark.recipes.llm",
+    "RequestOutput": "dspark.recipes.generation",
+    "Guided": "dspark.core.guided",
     "SamplingParams": "dspark.core.sampling",
     "DSparkError": "dspark.core.errors",
     "UserError": "dspark.core.errors",

@@ -12,7 +12,7 @@ import pytest
 
 from dspark.cli.generate import _show
 from dspark.cli.main import COMMANDS, build_app, run
-from dspark.recipes.llm import StreamPiece
+from dspark.recipes.generation import StreamPiece
 from tests.recipes.tiny import write_all
 
 

@@ -59,6 +59,7 @@ class _Drafter:
         texts,
         sampling,
         noise,
+        adjust=None,
     ) -> DraftBlock:
         self.drafts += 1
         assert list(map(list, texts)) == [self.text(table) for table in tables]
@@ -74,7 +75,11 @@ class _Drafter:
         rows = SamplingRows.of(sampling)
         tokens, probs = [], []
         for slot in range(self.block_size):
-            probs_RC = probs_from_logits(self.logits(texts).double(), rows)
+            logits_RC = self.logits(texts).double()
+            if adjust is not None:
+                drafted = torch.stack(tokens, 1) if tokens else torch.empty(len(texts), 0).long()
+                logits_RC = adjust(drafted, candidates, logits_RC)
+            probs_RC = probs_from_logits(logits_RC, rows)
             drawn = candidates.gather(1, race(probs_RC, noise(slot, candidates))[:, None])[:, 0]
             texts = [[*text, token] for text, token in zip(texts, drawn.tolist(), strict=True)]
             tokens.append(drawn)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from dspark.core.errors import ConfigError, PromptError, UserError
+from dspark.core.guided import Guided
 from dspark.core.sampling import SamplingParams
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
@@ -60,12 +61,70 @@ def test_a_request_that_the_cache_can_never_hold():
         ("seed", -1),
         ("seed", 2**63),
         ("verification", "hope"),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", math.nan),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", [1]),
+        ("banned_token_ids", (-1,)),
+        ("stop_token_ids", (1.5,)),
+        ("stop", ""),
+        ("stop", ("a", "")),
+        ("stop", (1,)),
+        ("stop", ("a",) * 65),
+        ("n", 0),
+        ("n", 129),
+        ("n", 1.5),
+        ("min_tokens", -1),
+        ("min_tokens", 257),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("prompt_logprobs", 21),
+        ("speculation", "on"),
+        ("speculation", 0),
     ],
 )
 def test_sampling_parameters(name, value):
     with pytest.raises(ConfigError, match=f"^{name} is .*; it must be ") as caught:
         SamplingParams(**{name: value})
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
+
+
+def test_guided_is_no_plain_text():
+    with pytest.raises(ConfigError, match=r"Guided.regex\(...\)"):
+        SamplingParams(guided="a+")
+
+
+@pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 2}])
+def test_guided_decides_where_the_text_ends(other):
+    with pytest.raises(ConfigError, match="guided decoding ends the text where the grammar does"):
+        SamplingParams(guided=Guided.regex("a+"), **other)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias has token {VOCAB}"),
+        ({"banned_token_ids": (VOCAB,)}, f"banned_token_ids has token {VOCAB}"),
+        ({"stop_token_ids": (VOCAB + 5,)}, f"stop_token_ids has token {VOCAB + 5}"),
+        ({"banned_token_ids": tuple(range(VOCAB))}, "banned_token_ids has every token"),
+        ({"stop": "x"}, "stop strings need a tokenizer"),
+        ({"guided": Guided.regex("a")}, "guided decoding needs a tokenizer"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
+    ],
+)
+def test_what_this_engine_cannot_do(params, message):
+    engine = engine_of()
+    with pytest.raises(ConfigError, match=message):
+        engine.add([1], SamplingParams(**params))
+    assert engine.idle
 
 
 def test_a_policy_that_drafts_needs_a_drafter():

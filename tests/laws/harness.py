@@ -58,9 +58,14 @@ class Request:
     params: SamplingParams
 
     def target_probs(self, texts: Sequence[Text]) -> Tensor:
-        """[len(texts), V] through the production transforms."""
+        """[len(texts), V] through the production transforms; the first text is emitted, the others
+        stand behind drafted tokens."""
         logits = torch.stack([self.toy.target_logits(text) for text in texts])
         return probs_from_logits(logits, SamplingRows.of([self.params] * len(texts)))
+
+    def plain_probs(self, text: Text) -> list[float]:
+        """The target's law after `text`, from the plain twin of the probability transforms."""
+        return plain_probs(self.toy.target_logits(text).tolist(), self.params)
 
     def draft_slot(self, text: Text, drafted: Text) -> tuple[Tensor, Tensor]:
         """Candidates [C] and what they are sampled with [C]."""
@@ -129,9 +134,7 @@ def target_law(requests: Sequence[Request], length: int) -> Law:
             law = {
                 (*text, token): weight * prob
                 for text, weight in law.items()
-                for token, prob in enumerate(
-                    plain_probs(request.toy.target_logits(text).tolist(), request.params)
-                )
+                for token, prob in enumerate(request.plain_probs(text))
                 if prob > 0
             }
         laws.append(law)

@@ -9,10 +9,12 @@ import typer
 from dspark.cli import options
 from dspark.cli.output import Screen, print_note
 from dspark.cli.table import number
+from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from dspark.recipes.llm import LLM, RequestOutput, StreamPiece
+    from dspark.recipes.generation import RequestOutput, StreamPiece
+    from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
 
 
@@ -38,6 +40,15 @@ def generate(
     min_p: options.MinP = 0.0,
     seed: options.Seed = None,
     max_new_tokens: options.MaxNewTokens = 256,
+    stop: options.Stop = None,
+    n: options.Choices = 1,
+    logprobs: options.Logprobs = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    grammar: options.Grammar = None,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
     weights: options.Weights = None,
     threads: options.Threads = None,
     json: options.Json = False,
@@ -46,7 +57,7 @@ def generate(
     """Answer one prompt, faster than the model decodes on its own."""
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
-    from dspark.recipes.values import rule_value, weights_value
+    from dspark.recipes.values import guided_from, rule_value, weights_value
 
     params = SamplingParams(
         temperature=temperature,
@@ -56,7 +67,16 @@ def generate(
         seed=seed,
         verification=rule_value(verification),
         max_new_tokens=max_new_tokens,
+        stop=tuple(stop or ()),
+        n=n,
+        logprobs=logprobs,
+        guided=guided_from(json_schema, regex, grammar),
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
     )
+    if compare and n > 1:
+        raise ConfigError("--compare times one text; leave --n out")
     progress = Progress()
     llm = LLM(
         target,
@@ -86,6 +106,7 @@ def generate(
                 **measured,
                 "accepted_length": output.accepted_length,
                 "finish_reason": output.finish_reason,
+                **_details(output, params),
                 "seed": output.seed,
                 "policy": llm.policy.name,
                 "weights": llm.loaded.weights,
@@ -100,12 +121,19 @@ def _answer(
     generation = llm.start([ids], params)
     started = time.perf_counter()
     for piece in generation:
-        _show(piece, screen)
+        if params.n == 1:  # several texts at once would run into each other
+            _show(piece, screen)
     seconds = time.perf_counter() - started
-    [output] = generation.outputs()
-    rate = len(output.token_ids) / seconds
+    [output] = generation.checked_outputs()
+    if params.n > 1:
+        for choice in output.choices:
+            screen.print(f"[{choice.index + 1}] {choice.text}")
+    if params.logprobs is not None:
+        _show_logprobs(llm, output, screen)
+    tokens = sum(len(choice.token_ids) for choice in output.choices)
+    rate = tokens / seconds
     print_note(
-        f"\n{len(output.token_ids)} tokens in {seconds:.1f} s ({rate:.1f} tokens/s), accepted "
+        f"\n{tokens} tokens in {seconds:.1f} s ({rate:.1f} tokens/s), accepted "
         f"length {number(output.accepted_length)} tokens a round, seed {output.seed}"
     )
     return output, {"tokens_per_second": rate}
@@ -133,6 +161,32 @@ def _compare(
         "speedup": result.speedup,
         "identical": result.identical,
     }
+
+
+def _show_logprobs(llm: "LLM", output: "RequestOutput", screen: Screen) -> None:
+    """A line a token: its log-probability, then the likeliest tokens at its place."""
+    for choice in output.choices:
+        screen.print(f"\nlog-probabilities of text {choice.index + 1}")
+        for own in choice.logprobs:
+            likeliest = "  ".join(f"{llm.token_text(t)!r} {value:.2f}" for t, value in own.top)
+            screen.print(f"{own.logprob:8.3f}  {llm.token_text(own.token)!r:<16}{likeliest}")
+
+
+def _details(output: "RequestOutput", params: SamplingParams) -> dict[str, Any]:
+    """What was asked for beyond a text, for the document."""
+    details: dict[str, Any] = {}
+    if params.n > 1:
+        details["choices"] = [
+            {"text": choice.text, "finish_reason": choice.finish_reason,
+             "output_tokens": len(choice.token_ids)}
+            for choice in output.choices
+        ]  # fmt: skip
+    if params.logprobs is not None:
+        details["logprobs"] = [
+            {"token": own.token, "logprob": own.logprob, "top": [list(pair) for pair in own.top]}
+            for own in output.logprobs
+        ]
+    return details
 
 
 def _show(piece: "StreamPiece", screen: Screen) -> None:

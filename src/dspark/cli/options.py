@@ -53,6 +53,43 @@ Seed = Annotated[
         help="The same seed gives the same text. Default: drawn anew.", show_default=False
     ),
 ]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End the text before this string. Repeatable.", show_default=False),
+]
+Choices = Annotated[int, typer.Option("--n", help="So many texts for the same prompt.")]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        help="Show each token's log-probability under the target, and so many alternatives.",
+        show_default=False,
+    ),
+]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|JSON",
+        help="The text must be JSON that fits this schema ({} is any JSON).",
+        show_default=False,
+    ),
+]
+Regex = Annotated[
+    str | None, typer.Option(help="The text must match this expression.", show_default=False)
+]
+Grammar = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="The text must follow this grammar, in Lark's notation.",
+        show_default=False,
+    ),
+]  # fmt: skip
+PresencePenalty = Annotated[
+    float, typer.Option(help="Subtracted from the logits of tokens already generated.")
+]
+FrequencyPenalty = Annotated[float, typer.Option(help="The same for every time they were.")]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Divides the logits of tokens in prompt and text; 1 is off.")
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
 Prompts = Annotated[
     list[Path] | None,

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from dspark.core.errors import ConfigError
 
@@ -63,4 +63,4 @@ def guided_value(value: object) -> Guided | None:
             f"guided is {value!r}; it must be Guided.json_schema(...), Guided.regex(...) or "
             f"Guided.grammar(...)"
         )
-    return cast(Guided | None, value)
+    return value

@@ -16,7 +16,7 @@ from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.layers import rms_norm, rotary_angles
 from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows
-from dspark.nn.seams import Binding, DraftBlock, DraftNoise
+from dspark.nn.seams import Binding, DraftAdjust, DraftBlock, DraftNoise
 
 Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(states, embedded tokens) -> (residual, attention's input), as `ChainModel.join`."""
@@ -89,6 +89,7 @@ class ChainDrafter:
         texts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         noise: DraftNoise,
+        adjust: DraftAdjust | None = None,
     ) -> DraftBlock:
         """K passes of one row a request, each over the rows before it; see `Drafter.draft`."""
         eps, K, R = self.config.rms_norm_eps, self.block_size, len(tables)
@@ -123,7 +124,8 @@ class ChainDrafter:
             states_RD = self._layer.finish(residual_RD, attended, eps)
             logits_RC, _, ids_RC = self._proposals(rms_norm(states_RD, self._norm, eps))
             started = self._clock()
-            probs_RC, tokens_R = draw(logits_RC, ids_RC, rows, noise, slot)
+            drafted_Rk = torch.stack([anchors_R, *drawn], 1)[:, 1:]
+            probs_RC, tokens_R = draw(logits_RC, ids_RC, rows, noise, drafted_Rk, adjust)
             head_seconds += self._clock() - started
             drawn.append(tokens_R)
             ids.append(ids_RC)

@@ -15,7 +15,7 @@ from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.pages import PageTable
-from dspark.nn.seams import DraftBlock, DraftNoise
+from dspark.nn.seams import DraftAdjust, DraftBlock, DraftNoise
 
 Tokens = npt.NDArray[np.int64]
 
@@ -62,8 +62,12 @@ class PromptLookup:
         texts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         noise: DraftNoise,
+        adjust: DraftAdjust | None = None,
     ) -> DraftBlock:
-        """One-hot proposals; `lengths_R` says how many a request has. See `Drafter.draft`."""
+        """One-hot proposals; `lengths_R` says how many a request has. See `Drafter.draft`.
+
+        What a request forbids is proposed as well, and rejected.
+        """
         tokens_RK = np.zeros((len(texts), self.block_size), dtype=np.int64)
         lengths_R = np.zeros(len(texts), dtype=np.int64)
         for r, text in enumerate(texts):

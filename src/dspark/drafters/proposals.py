@@ -7,7 +7,7 @@ from dspark.drafters.candidates import top_candidates
 from dspark.drafters.fused import LinearFactory
 from dspark.nn.binding import finish_logits
 from dspark.nn.sampling import SamplingRows, probs_from_logits, race
-from dspark.nn.seams import Binding, DraftNoise
+from dspark.nn.seams import Binding, DraftAdjust, DraftNoise
 
 
 class ProposalHead:
@@ -40,9 +40,20 @@ class ProposalHead:
 
 
 def draw(
-    logits_RC: Tensor, ids_RC: Tensor, rows: SamplingRows, noise: DraftNoise, slot: int
+    logits_RC: Tensor,
+    ids_RC: Tensor,
+    rows: SamplingRows,
+    noise: DraftNoise,
+    drafted_Rk: Tensor,
+    adjust: DraftAdjust | None,
 ) -> tuple[Tensor, Tensor]:
-    """(float64 probabilities [R, C] of the candidates, token ids [R] drawn from exactly those)."""
-    probs_RC = probs_from_logits(logits_RC.double(), rows)
-    winners_R = race(probs_RC, noise(slot, ids_RC))
+    """(float64 probabilities [R, C] of the candidates, token ids [R] drawn from exactly those).
+
+    The slot comes after the tokens drafted so far, k of them; `adjust` is `Drafter.draft`'s.
+    """
+    logits_RC = logits_RC.double()
+    if adjust is not None:
+        logits_RC = adjust(drafted_Rk, ids_RC, logits_RC)
+    probs_RC = probs_from_logits(logits_RC, rows)
+    winners_R = race(probs_RC, noise(drafted_Rk.shape[1], ids_RC))
     return probs_RC, ids_RC.gather(1, winners_R[:, None])[:, 0]

@@ -25,7 +25,7 @@ from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.layers import rms_norm, rotary_angles, rotate
 from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows
-from dspark.nn.seams import Binding, DraftBlock, DraftNoise, RaggedBatch
+from dspark.nn.seams import Binding, DraftAdjust, DraftBlock, DraftNoise, RaggedBatch
 
 
 class DSparkDrafter:
@@ -115,6 +115,7 @@ class DSparkDrafter:
         texts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         noise: DraftNoise,
+        adjust: DraftAdjust | None = None,
     ) -> DraftBlock:
         """One backbone pass over R blocks, then K tokens left to right; see `Drafter.draft`."""
         hidden_RKD = self.block_hidden(anchors_R, anchor_positions_R, tables, store)
@@ -134,7 +135,7 @@ class DSparkDrafter:
             if bias is not None:
                 logits_RC = logits_RC + bias(slot, tokens[:, slot])
             probs_RKC[:, slot], tokens[:, slot + 1] = draw(
-                logits_RC, ids_RKC[:, slot], rows, noise, slot
+                logits_RC, ids_RKC[:, slot], rows, noise, tokens[:, 1 : slot + 1], adjust
             )
         head_seconds = self._clock() - head_started
         return DraftBlock(

@@ -34,27 +34,12 @@ def check_request(
                 )
     if len(set(params.banned_token_ids)) == vocab_size:
         raise ConfigError("banned_token_ids has every token of the target; leave some to generate")
-    for name in ("stops", "guided"):
-        if getattr(params, name) and not has_tokenizer:
-            raise ConfigError(
-                f"{name} needs an engine with a tokenizer; this one has token ids only"
-            )
-    for name in _LATER:
-        value = getattr(params, name)
-        if value not in (_LATER[name], None):
-            raise ConfigError(f"{name} is not supported by this engine; leave it out")
-
-
-_LATER: dict[str, object] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-    "banned_token_ids": (),
-    "min_tokens": 0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "guided": None,
-    "speculation": "auto",
-}
-"""Fields that are not built yet, with the value that asks for nothing."""
+    if not has_tokenizer:
+        for what, asked in (
+            ("stop strings need", params.stops),
+            ("guided decoding needs", params.guided),
+        ):
+            if asked:
+                raise ConfigError(f"{what} a tokenizer; this engine knows token ids only")
+    if params.prompt_logprobs is not None:
+        raise ConfigError("prompt_logprobs is not supported yet; leave it out")

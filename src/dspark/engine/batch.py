@@ -21,6 +21,8 @@ class StepBatch:
     """Requests that get a token this step: the decoding ones, then those whose prompt ends here."""
     admitted: tuple[int, ...]
     """Draft tokens to verify, per sampled request."""
+    first_rows: tuple[int, ...]
+    """Per sampled request: its first of the M rows."""
     prefill: tuple[tuple[RequestState, int], ...]
     """Prefilling requests and the tokens of theirs in this step."""
 
@@ -52,6 +54,7 @@ def build_batch(
 
     starts = [0]
     logit_rows: list[int] = []
+    first_rows: list[int] = []
     row_params: list[int] = []
     sampled: list[RequestState] = []
     for index, (state, tokens) in enumerate(runs):
@@ -60,6 +63,7 @@ def build_batch(
         decodes = index < len(decoding)
         ends_prompt = not state.output and state.cached + len(tokens) == state.known
         if decodes or ends_prompt:
+            first_rows.append(len(logit_rows))
             rows = range(start, starts[-1]) if decodes else range(starts[-1] - 1, starts[-1])
             logit_rows += rows
             row_params += [len(sampled)] * len(rows)
@@ -86,5 +90,6 @@ def build_batch(
         row_params=tuple(row_params),
         sampled=tuple(sampled),
         admitted=(*admitted, *[0] * (len(sampled) - len(decoding))),
+        first_rows=tuple(first_rows),
         prefill=tuple(chunks),
     )

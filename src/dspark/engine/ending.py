@@ -21,7 +21,10 @@ def walk(state: RequestState, run: Sequence[int], eos: Collection[int]) -> Walke
     """Walks the tokens of `run` in order, up to whatever ends the text first.
 
     A token that ends it by itself comes before a stop string, and either before the length.
+    Raises what is wrong with the request: `state.error`, or what its detokeniser says.
     """
+    if state.error is not None:
+        raise state.error
     params = state.request.params
     texts: list[str] = []
     for index, token in enumerate(run):
@@ -39,4 +42,6 @@ def walk(state: RequestState, run: Sequence[int], eos: Collection[int]) -> Walke
                 texts[-1] += state.writer.finish()
             reason: FinishReason = "length" if stop is None else "stop"
             return Walked(tuple(run[: index + 1]), tuple(texts), reason, stop)
+    if state.logits is not None:
+        state.logits.commit(run)
     return Walked(tuple(run), tuple(texts))

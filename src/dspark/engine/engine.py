@@ -20,8 +20,17 @@ from dspark.engine.admission import check_request
 from dspark.engine.alarm import AcceptanceAlarm
 from dspark.engine.batch import StepBatch, build_batch
 from dspark.engine.config import EngineConfig
+from dspark.engine.constraints import (
+    blame_dead_ends,
+    draft_adjust,
+    logit_state,
+    sound_draft,
+    target_logits,
+)
 from dspark.engine.draft_context import DraftContext
 from dspark.engine.ending import walk
+from dspark.engine.guided import GrammarCompiler
+from dspark.engine.logprobs import token_logprobs
 from dspark.engine.memory import KVMemory
 from dspark.engine.places import Places
 from dspark.engine.request import Request, RequestState, TokenEvent
@@ -68,6 +77,7 @@ class Engine:
         self.records: list[StepRecord] = []
         self.alarm = AcceptanceAlarm()
         self._eos = frozenset(target.eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, target.vocab_size, target.eos_token_ids)
         self._ids = itertools.count()
         self._step = 0
         self._rebuilt = 0
@@ -124,7 +134,10 @@ class Engine:
             seed = params.seed
         elif seed is None:
             seed = secrets.randbits(63)
-        return Request(next(self._ids), tuple(prompt), params, seed, choice, priority, owner)
+        grammar = None if params.guided is None else self._grammars.compile(params.guided)
+        return Request(
+            next(self._ids), tuple(prompt), params, seed, choice, priority, owner, grammar
+        )
 
     def check_load(self, requests: Sequence[Request]) -> None:
         """Raises OverloadedError if so much more must not wait. May run in any thread."""
@@ -142,6 +155,7 @@ class Engine:
             noise,
             PageTable([], self.config.page_size),
             digests=self.memory.digests(request.prompt),
+            logits=logit_state(request, self.target.vocab_size, self._eos, self.target.device),
             writer=self._writer(request),
         )
         self.places.waiting.push(state)
@@ -188,7 +202,8 @@ class Engine:
             state.rounds += 1  # before it drafts: an abandoned round has used its number up
         snapshot = self.calibration.snapshot()  # one for the whole round
 
-        wanted = self.policy.wants_draft(self._view(decoding, prefilling))
+        view = self._view(decoding, prefilling)
+        wanted = self.policy.wants_draft(view) & (view.max_admit_R > 0)
         draft = self._draft(decoding, wanted)
         head = draft.head_seconds if draft is not None else 0.0
         seconds["draft"] = -started + (started := clock()) - head
@@ -211,7 +226,7 @@ class Engine:
         verified = self._verify(batch, draft, output)
         seconds["sample"] = -started + (started := clock())
 
-        events, rounds = self._commit(batch, drafted, draft, verified)
+        events, rounds = self._commit(batch, drafted, draft, verified, output)
         self._extend_draft_context(batch, verified, output)
         self._publish(batch)
         seconds["commit"] = clock() - started
@@ -236,12 +251,9 @@ class Engine:
             texts=[state.text for state in states],
             sampling=[state.request.params for state in states],
             noise=StepNoise(rounds, self.drafter.block_size),
+            adjust=draft_adjust(states),
         )
-        if not torch.isfinite(block.probs_RKC).all():
-            raise DSparkError(
-                "the drafter's probabilities are not finite; check the bundle's weights, or use "
-                "--policy off"
-            )
+        block = sound_draft(block, states)
         return block if len(states) == len(decoding) else _spread(block, chosen, len(decoding))
 
     def _verify(
@@ -249,17 +261,19 @@ class Engine:
     ) -> Verified | None:
         if not batch.sampled:
             return None
-        if not torch.isfinite(output.logits_MV).all():
-            raise DSparkError("the target's logits are not finite; check its weights")
+        logits_MV, dead_M = target_logits(batch, draft, output.logits_MV)
         params = [state.request.params for state in batch.sampled]
         probs_MV = probs_from_logits(
-            output.logits_MV, SamplingRows.of(params, batch.row_params, output.logits_MV.device)
+            logits_MV, SamplingRows.of(params, batch.row_params, logits_MV.device)
         )
         noise = StepNoise([state.peek_round() for state in batch.sampled])
         if draft is not None and len(batch.sampled) > draft.tokens_RK.shape[0]:
             rows = np.arange(draft.tokens_RK.shape[0])
             draft = _spread(draft, rows, len(batch.sampled))  # finished prompts have no draft
-        return verify(probs_MV, batch.admitted, draft, noise.verification(batch.admitted))
+        verified = verify(probs_MV, batch.admitted, draft, noise.verification(batch.admitted))
+        if dead_M is not None:
+            blame_dead_ends(batch, verified.accepted_R, dead_M)
+        return verified
 
     def _commit(
         self,
@@ -267,6 +281,7 @@ class Engine:
         drafted: np.ndarray,
         draft: DraftBlock | None,
         verified: Verified | None,
+        output: TargetOutput,
     ) -> tuple[list[TokenEvent], list[RoundRecord]]:
         """Walks each request's new tokens in order; whatever ends the text ends it there."""
         for state, count in batch.prefill:
@@ -286,7 +301,7 @@ class Engine:
             run = [*(proposals[r][:accepted] if accepted else []), next_tokens[r]]
             try:
                 walked = walk(state, run, self._eos)
-            except Exception as error:
+            except Exception as error:  # a detokeniser's or a grammar's: this request's alone
                 events.append(self._fail(state, error))
                 continue
             tokens, finished = walked.tokens, walked.finished
@@ -316,6 +331,9 @@ class Engine:
                     finished,
                     choice=state.request.choice,
                     texts=walked.texts,
+                    logprobs=token_logprobs(
+                        state.request.params, output.logits_MV, batch.first_rows[r], tokens
+                    ),
                     stopped_by=walked.stopped_by,
                 )
             )
@@ -385,9 +403,7 @@ class Engine:
     ) -> RoundView:
         """What the policy may know; `drafted` [R] says, after drafting, who has a draft."""
         block_size = self._block_size
-        room = np.array(
-            [max(0, min(block_size, state.remaining - 1)) for state in decoding], dtype=np.int64
-        )
+        room = np.array([state.room(block_size) for state in decoding], dtype=np.int64)
         if drafted is not None:
             room = np.where(drafted, room, 0)
         if draft is not None and draft.lengths_R is not None:
@@ -445,6 +461,7 @@ class Engine:
 
     def _fail(self, state: RequestState, error: Exception) -> TokenEvent:
         """Ends one request with an error; the others go on."""
+        self.memory.scrub(state)
         self.places.retire(state)
         return _error_event(state.request, error)
 

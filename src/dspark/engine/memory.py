@@ -122,6 +122,24 @@ class KVMemory:
         state.cached = state.published = 0
         state.features.clear()
 
+    def scrub(self, state: RequestState) -> None:
+        """Before a failed request gives its pages back: numbers in them that are none become zeros.
+
+        Attention reads whole tiles, and a masked NaN would still spoil a sum. What others share is
+        left to the last of them: they fail as well.
+        """
+        size = self.pool.page_size
+        stores = [store for store in (self.store, self.draft_store) if store is not None]
+        for page in state.table.pages:
+            if self.pool.is_shared(page):
+                continue
+            for store in stores:
+                for memory in (*store.keys, *store.values):
+                    rows = memory[page * size : (page + 1) * size]
+                    if not torch.isfinite(rows).all():
+                        rows.nan_to_num_(0.0, 0.0, 0.0)
+                        self.pool.forget(page)
+
     def publish(self, state: RequestState, *, exact: bool) -> None:
         """Offers full pages of a prompt to others, once both stores hold them.
 

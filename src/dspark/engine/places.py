@@ -91,13 +91,18 @@ class Places:
             else:
                 break
 
+    def _may_grow(self, state: RequestState) -> bool:
+        """It does not hold all the pages that it can ever need."""
+        return state.table.capacity < state.request.most_tokens + self.block_size
+
     def _find_place(self, state: RequestState) -> bool:
         """Gives a waiting request its pages; running ones of lower priority give way."""
         end = state.reach(state.known, self.block_size)
         while True:
-            # A page for everybody's next step stays free, or the newcomer would soon give way.
+            # A page for everybody who may grow stays free, or the newcomer would soon give way.
+            growing = sum(map(self._may_grow, self.running))
             full = len(self.running) == self.config.max_requests
-            if not full and self.memory.admit(state, end, headroom=len(self.running)):
+            if not full and self.memory.admit(state, end, headroom=growing):
                 return True
             lowest = max(self.running, key=lambda state: state.rank, default=None)
             assert lowest is not None, "an idle engine has room for every request it took"

@@ -8,6 +8,7 @@ from dspark.core.errors import DSparkError
 from dspark.core.records import FinishReason, TokenFate, TokenLogprob
 from dspark.core.sampling import SamplingParams
 from dspark.engine.text import OutputText
+from dspark.nn.logit_transforms import Grammar, LogitState
 from dspark.nn.noise import RequestNoise, Round
 from dspark.nn.pages import PageTable
 
@@ -27,6 +28,8 @@ class Request:
     """Higher goes first, and is preempted last."""
     owner: str = ""
     """Whom its tokens are charged to; owners of one priority get equal shares."""
+    grammar: Grammar | None = None
+    """Compiled from `params.guided`, for this choice alone."""
 
     @property
     def exact(self) -> bool:
@@ -81,6 +84,10 @@ class RequestState:
     """Of the prompt's full pages, for the prefix cache."""
     cached: int = 0
     """Positions whose target K/V (and, with a drafter, context K/V) are in the cache."""
+    logits: LogitState | None = None
+    """None for a request that takes its logits as they are."""
+    error: Exception | None = None
+    """Why it ends in this step, before its tokens are counted."""
     writer: OutputText | None = None
     """None in an engine without a tokenizer."""
     computed: int = 0
@@ -135,6 +142,13 @@ class RequestState:
     def text(self) -> list[int]:
         """Prompt and output so far."""
         return [*self.request.prompt, *self.output]
+
+    def room(self, block_size: int) -> int:
+        """The most draft tokens it may have verified in a round, whatever was drafted."""
+        if self.error is not None:
+            return 0
+        most = min(block_size, self.remaining - 1, self.request.params.most_draft_tokens)
+        return max(0, int(most))
 
     @property
     def remaining(self) -> int:

@@ -167,6 +167,16 @@ class PagePool:
         assert self._holders[page] > 0, f"page {page} is nobody's"
         self._kept[page] = True
 
+    def forget(self, page: int) -> None:
+        """Its content is worth nothing to anybody any more."""
+        if self._kept[page]:
+            self._kept[page] = False
+            self._on_evict(page)
+
+    def is_shared(self, page: int) -> bool:
+        """More than one table holds it."""
+        return bool(self._holders[page] > 1)
+
     def release(self, table: PageTable) -> None:
         """Takes everything back. Nothing happens to a table that holds nothing."""
         for page in reversed(table.pages):  # the first pages of a prefix are wanted most

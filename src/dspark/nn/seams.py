@@ -132,6 +132,14 @@ class DraftNoise(Protocol):
         ...
 
 
+class DraftAdjust(Protocol):
+    """What requests do to their logits (`nn.logit_transforms`), handed to the drafter."""
+
+    def __call__(self, drafted_Rk: Tensor, ids_RC: Tensor, logits_RC: Tensor) -> Tensor:
+        """Logits [R, C] of the slot after the tokens drafted so far, for its candidates."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
     """One round's proposals. A token was drawn from exactly `probs_RKC` over `candidates_RKC`."""
@@ -185,11 +193,14 @@ class Drafter(Protocol):
         texts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         noise: DraftNoise,
+        adjust: DraftAdjust | None = None,
     ) -> DraftBlock:
         """Drafts a block after each anchor (the last emitted token, whose K/V nobody has yet).
 
         Attends to context K/V at positions 0 .. anchor_position - 1 (strictly before the anchor).
         The tables hold `block_size` positions more, where the block's own K/V may lie meanwhile.
         `texts` are each request's tokens so far, prompt and output; the last one is its anchor.
+        `adjust` keeps what a request forbids out of its draft, before sampling. A drafter may leave
+        it out: then such a token is offered and rejected, which is as exact and accepts less.
         """
         ...

@@ -80,6 +80,8 @@ def closed_loop(
         events = engine.step()
         now = clock()
         for event in events:
+            if event.error is not None:
+                raise event.error
             index = event.request
             if not texts[index]:
                 first[index] = now

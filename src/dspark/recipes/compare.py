@@ -7,7 +7,8 @@ from statistics import median
 
 from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
-from dspark.recipes.llm import LLM, RequestOutput, StreamPiece
+from dspark.recipes.generation import RequestOutput, StreamPiece
+from dspark.recipes.llm import LLM
 from dspark.recipes.progress import Progress
 
 _WARM_UP_TOKENS = 8
@@ -108,7 +109,7 @@ def _timed(
         last = clock()
         show(piece)
     rate = (count - 1) / (last - first) if count > 1 else None
-    return generation.outputs()[0], rate
+    return generation.checked_outputs()[0], rate
 
 
 def _median(rates: list[float | None]) -> float | None:

@@ -114,6 +114,8 @@ def _generate(
         if preempt and engine.running and len(engine.records) % _STEPS_TO_PREEMPTION == 0:
             engine.places.preempt(max(engine.running, key=lambda state: state.rank))
         for event in engine.step():
+            if event.error is not None:
+                raise event.error
             texts[event.request] += event.tokens
             if event.finished is not None:
                 advance(1, policy.name)

@@ -1,28 +1,22 @@
 """The Python API: a target and a drafter joined, generating."""
 
 import logging
-import secrets
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from dspark.calibration.serving import Calibration, Uncalibrated
 from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import ConfigError, PromptError
-from dspark.core.records import FinishReason, StepRecord, TokenFate
 from dspark.core.sampling import SamplingParams
 from dspark.data.template import encode_messages, encode_prompt, template_hash
 from dspark.drafters.lookup import PromptLookup
-from dspark.engine.config import EngineConfig
-from dspark.engine.engine import Engine
-from dspark.engine.request import TokenEvent
 from dspark.nn.linear import WeightKind
 from dspark.nn.seams import Drafter
 from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle
 from dspark.recipes.calibration import serving_calibration
 from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
+from dspark.recipes.generation import Generation, RequestOutput
 from dspark.recipes.progress import Progress
 from dspark.recipes.values import set_threads
 from dspark.scheduling.cost_model import CostModel
@@ -35,44 +29,6 @@ from dspark.targets.load import LoadedTarget, load_target
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What one prompt came to."""
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    """Generated tokens; when `finish_reason` is "stop", the last one is what stopped it."""
-    text: str
-    fates: tuple[TokenFate, ...]
-    """How each token came about."""
-    finish_reason: FinishReason | None
-    """None: interrupted."""
-    rounds: int
-    """Rounds after prefill: forwards of the target that this request took part in."""
-    accepted_length: float | None
-    """(accepted + 1) a round, no bonus counted after an end inside a run; None without a round."""
-    seed: int | None
-    """The seed that repeats these tokens (under `rejection`: only under the same schedule)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPiece:
-    """What one step added to one prompt's output."""
-
-    index: int
-    """Which prompt."""
-    token_ids: tuple[int, ...]
-    texts: tuple[str, ...]
-    """What each token adds to the text: nothing while a character is not whole, then all of it."""
-    fates: tuple[TokenFate, ...]
-    """How each token came about."""
-    finish_reason: FinishReason | None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
 
 
 class LLM:
@@ -217,6 +173,7 @@ class LLM:
 
         sampling: one for all prompts, or one each; None is `SamplingParams()`, temperature 1.
         policy: overrides the policy of this LLM.
+        Raises RequestFailedError when a request fails on the way; it has the others' outputs.
         """
         return self.start(self._encode_raw(prompts), sampling, policy=policy).run()
 
@@ -238,7 +195,7 @@ class LLM:
         *,
         system: str | None = None,
         policy: str | None = None,
-    ) -> "Generation":
+    ) -> Generation:
         """Like `chat`, yielding StreamPieces as they come."""
         return self.start(self.encode_chat(turns, system), sampling, policy=policy)
 
@@ -249,7 +206,7 @@ class LLM:
         *,
         policy: str | None = None,
         row_exact: bool = True,
-    ) -> "Generation":
+    ) -> Generation:
         """A generation over token ids, to be iterated.
 
         row_exact: as in `EngineConfig`; False only to time plain decoding.
@@ -269,7 +226,17 @@ class LLM:
                     f"{limit} tokens"
                 )
         chosen = self.policy if policy is None else self.resolve_policy(policy)
-        return Generation(self, prompts, params, chosen, row_exact)
+        return Generation(
+            self.loaded.target,
+            self.drafter,
+            chosen,
+            self.tokenizer,
+            prompts,
+            params,
+            calibration=self.calibration,
+            max_requests=self.max_requests,
+            row_exact=row_exact,
+        )
 
     def encode_chat(self, turns: str | Sequence[str], system: str | None = None) -> list[list[int]]:
         """Token ids of user turns in the target's chat template, up to where the answer starts."""
@@ -284,6 +251,11 @@ class LLM:
         """Token ids of a conversation of {"role", "content"}, up to where the answer starts."""
         return encode_messages(self.tokenizer, messages, tools)
 
+    def token_text(self, token: int) -> str:
+        """A single token as text, special ones by name."""
+        text: str = self.tokenizer.decode([token])
+        return text
+
     def _encode_raw(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many = cast(Sequence[Prompt], [prompts] if single else prompts)
@@ -294,93 +266,3 @@ class LLM:
             ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             encoded.append([int(token) for token in ids])
         return encoded
-
-
-class Generation:
-    """One run over a list of prompts: iterate it for pieces, then ask for `outputs()`.
-
-    Leaving the iteration early (an exception, Ctrl-C) keeps what was generated so far.
-    """
-
-    def __init__(
-        self,
-        llm: LLM,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        policy: Policy,
-        row_exact: bool,
-    ) -> None:
-        self._prompts = [tuple(prompt) for prompt in prompts]
-        self._tokenizer = llm.tokenizer
-        # Drawn here, so that the result can say it; a request's rule still goes by its own seed.
-        self._seeds = [p.seed if p.seed is not None else secrets.randbits(63) for p in params]
-        config = EngineConfig.for_requests(
-            (len(prompt) + p.max_new_tokens for prompt, p in zip(prompts, params, strict=True)),
-            max_requests=llm.max_requests,
-            block_size=llm.drafter.block_size if llm.drafter is not None else 0,
-            row_exact=row_exact,
-        )
-        self.engine = Engine(
-            llm.loaded.target,
-            llm.drafter,
-            policy,
-            config,
-            tokenizer=self._tokenizer,
-            calibration=llm.calibration,
-        )
-        for prompt, own, seed in zip(self._prompts, params, self._seeds, strict=True):
-            self.engine.add(prompt, own, seed=seed)
-        count = len(prompts)
-        self._tokens: list[list[int]] = [[] for _ in range(count)]
-        self._fates: list[list[TokenFate]] = [[] for _ in range(count)]
-        self._finished: list[FinishReason | None] = [None] * count
-        self._text: list[str] = [""] * count
-        self._pieces: deque[StreamPiece] = deque()
-
-    def __iter__(self) -> Iterator[StreamPiece]:
-        while self._pieces or not self.engine.idle:
-            if not self._pieces:
-                # A step's tokens are kept before any is handed out: whoever leaves in the middle
-                # of a step loses none, and may go on later.
-                self._pieces.extend([self._keep(event) for event in self.engine.step()])
-            while self._pieces:
-                yield self._pieces.popleft()
-
-    def _keep(self, event: TokenEvent) -> StreamPiece:
-        index = event.request  # ids of a fresh engine count from 0, in order
-        self._tokens[index] += event.tokens
-        self._fates[index] += event.fates
-        self._finished[index] = event.finished
-        piece = StreamPiece(index, event.tokens, event.texts, event.fates, event.finished)
-        self._text[index] += piece.text
-        return piece
-
-    @property
-    def records(self) -> list[StepRecord]:
-        return self.engine.records
-
-    def run(self) -> list[RequestOutput]:
-        """Iterates to the end."""
-        for _ in self:
-            pass
-        return self.outputs()
-
-    def outputs(self) -> list[RequestOutput]:
-        """What each prompt has come to so far, in their order."""
-        rounds = [record for step in self.records for record in step.rounds]
-        outputs = []
-        for index, prompt in enumerate(self._prompts):
-            own = [record for record in rounds if record.request == index]
-            outputs.append(
-                RequestOutput(
-                    prompt_token_ids=prompt,
-                    token_ids=tuple(self._tokens[index]),
-                    text=self._text[index],
-                    fates=tuple(self._fates[index]),
-                    finish_reason=self._finished[index],
-                    rounds=len(own),
-                    accepted_length=sum(r.emitted for r in own) / len(own) if own else None,
-                    seed=self._seeds[index],
-                )
-            )
-        return outputs

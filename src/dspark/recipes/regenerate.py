@@ -83,6 +83,8 @@ def regenerate(
         while not engine.idle:
             finished: list[Response] = []
             for event in engine.step():
+                if event.error is not None:
+                    raise event.error
                 texts[event.request] += event.tokens
                 tokens += len(event.tokens)
                 if event.finished is not None:

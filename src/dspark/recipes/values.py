@@ -2,11 +2,13 @@
 
 import difflib
 import os
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 
-from dspark.core.errors import ConfigError
+from dspark.core.errors import ConfigError, DataError
+from dspark.core.guided import Guided
 from dspark.core.sampling import RULES, VerificationRule
 from dspark.nn.linear import KINDS, WeightKind
 from dspark.scheduling.exports import ExportFormat
@@ -17,6 +19,26 @@ _THREADS_A_PROCESSOR = 16
 
 def rule_value(text: str | None) -> VerificationRule | None:
     return cast(VerificationRule | None, _one_of("verification", text, RULES))
+
+
+def guided_from(json_schema: str | None, regex: str | None, grammar: Path | None) -> Guided | None:
+    """The one of them that is given. A schema is a file, or JSON where it begins with a brace."""
+    if (json_schema, regex, grammar).count(None) < 2:
+        raise ConfigError("give only one of json_schema, regex and grammar")
+    if json_schema is not None:
+        inline = json_schema.lstrip().startswith("{")
+        return Guided.json_schema(json_schema if inline else _read(Path(json_schema)))
+    if regex is not None:
+        return Guided.regex(regex)
+    return None if grammar is None else Guided.grammar(_read(grammar))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise DataError(f"{path} cannot be read: {reason}") from error
 
 
 def weights_value(text: str | None) -> WeightKind | None:

@@ -1,0 +1,148 @@
+"""What goes wrong in one request ends it with an error event; no other notices."""
+
+import pytest
+import torch
+
+from dspark.core.errors import DSparkError
+from dspark.core.guided import Guided
+from dspark.core.sampling import SamplingParams
+from dspark.engine.engine import Engine
+from dspark.scheduling.policies import FixedLength
+from tests.engine.setup import BLOCK, GREEDY, PROMPTS, drafter, engine_of, plain_greedy, target
+
+WRONG = 2
+"""The prompt whose request goes wrong."""
+
+
+class Letters:
+    """A tokenizer for ids; `bad` ones cannot be decoded."""
+
+    def __init__(self, bad=()):
+        self.bad = bad
+
+    def decode(self, tokens, **options):
+        assert not set(self.bad) & set(tokens), "no such character"
+        return "".join(chr(65 + token) for token in tokens)
+
+
+def outcome(engine, params=None):
+    """Tokens and last event of each prompt's request."""
+    own = params or {}
+    ids = [engine.add(p, own.get(index, GREEDY)) for index, p in enumerate(PROMPTS)]
+    tokens, last = {i: [] for i in ids}, {}
+    for event in engine.run():
+        tokens[event.request] += event.tokens
+        last[event.request] = event
+    engine.memory.check_integrity([])
+    return [tokens[i] for i in ids], [last[i] for i in ids]
+
+
+def check(engine, message, params=None, *, tokens=None):
+    got, last = outcome(engine, params)
+    for index, expected in enumerate(plain_greedy()):
+        if index == WRONG:
+            assert last[index].finished == "error" and last[index].tokens == ()
+            assert isinstance(last[index].error, DSparkError)
+            assert message in str(last[index].error)
+            if tokens is not None:
+                assert len(got[index]) == tokens
+        else:
+            assert got[index] == expected and last[index].finished == "length"
+
+
+@pytest.mark.parametrize("policy", [None, ("untrained", BLOCK)])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite(policy, number, monkeypatch):
+    """From its fifth token on, also where truncation would choke on them."""
+    plain_greedy()  # before anything is broken
+    engine = engine_of(policy)
+    forward, prompt = target().forward, len(PROMPTS[WRONG])
+
+    def broken(batch, store, **options):
+        output = forward(batch, store, **options)
+        owners = batch.requests_N[options["logit_rows_M"]].tolist()
+        for row, r in enumerate(owners):
+            state = next(s for s in engine.running if s.table is batch.tables[r])
+            if state.request.prompt == tuple(PROMPTS[WRONG]):
+                at = int(batch.positions_N[options["logit_rows_M"][row]])
+                if at >= prompt + 3:
+                    output.logits_MV[row, 5] = number
+                    store.keys[0][batch.slots_N[batch.starts[r]]] = float("nan")
+        return output
+
+    monkeypatch.setattr(target(), "forward", torch.inference_mode()(broken))
+    cut = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=14, ignore_eos=True)
+    check(engine, "the target's logits are not finite", {WRONG: cut})
+    # Whoever gets its pages reads whole tiles of them.
+    assert all(torch.isfinite(keys).all() for keys in engine.memory.store.keys)
+
+
+@pytest.mark.parametrize("part", ["block_hidden", "_confidence_logits"])
+def test_a_draft_that_is_not_finite(part, monkeypatch):
+    """A residual of NaN has no law at all, and its draw could be any id or none."""
+    own = drafter("untrained")
+    engine = Engine(target(), own, FixedLength(BLOCK))
+    whole = getattr(own, part)
+
+    def broken(*args):
+        values = whole(*args).clone()
+        states = [state for state in engine.running if not state.prefilling]
+        rows = [state.request.prompt == tuple(PROMPTS[WRONG]) for state in states]
+        values[torch.tensor(rows)] = float("nan")
+        return values
+
+    monkeypatch.setattr(own, part, broken)
+    if part == "block_hidden":
+        monkeypatch.setattr(own, "_confidence", None)
+    sampled = SamplingParams(max_new_tokens=14, ignore_eos=True)
+    check(engine, "drafter's probabilities are not finite", {WRONG: sampled}, tokens=1)
+
+
+def test_a_detokeniser_that_raises():
+    bad = plain_greedy()[WRONG][3]
+    others = [token for i, text in enumerate(plain_greedy()) if i != WRONG for token in text]
+    if bad in others:
+        pytest.fail("the token must be this text's alone; take another prompt")
+    engine = Engine(target(), drafter("untrained"), FixedLength(BLOCK), tokenizer=Letters([bad]))
+    check(engine, "no such character")
+
+
+class Grammar:
+    def __init__(self, after):
+        self.left = after
+
+    def allowed(self, drafted):
+        if self.left <= len(drafted):
+            raise RuntimeError("out of fuel")
+        return torch.ones(97, dtype=torch.bool)
+
+    def commit(self, tokens):
+        self.left -= len(tokens)
+
+
+@pytest.mark.parametrize("policy", [None, ("untrained", BLOCK)])
+def test_a_grammar_that_fails_on_the_way(policy):
+    engine = engine_of(policy)
+    engine.tokenizer = Letters()
+    engine._grammars.compile = lambda guided: Grammar(after=5)
+    params = SamplingParams(temperature=0.0, max_new_tokens=14, guided=Guided.regex("x"))
+    check(engine, "RuntimeError: out of fuel", {WRONG: params})
+
+
+def test_a_dead_end():
+    """The grammar wants what is banned: an error, not a token that nobody allows."""
+
+    class One(Grammar):
+        def allowed(self, drafted):
+            allowed_V = torch.zeros(97, dtype=torch.bool)
+            allowed_V[7] = len(drafted) >= self.left
+            allowed_V[8] = len(drafted) < self.left
+            return allowed_V
+
+    engine = engine_of(("untrained", BLOCK))
+    engine.tokenizer = Letters()
+    engine._grammars.compile = lambda guided: One(after=3)
+    params = SamplingParams(
+        temperature=0.0, max_new_tokens=14, guided=Guided.regex("x"), banned_token_ids=(7,)
+    )
+    check(engine, "no token may come next", {WRONG: params})
