@@ -1,10 +1,11 @@
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from dspark.core.errors import DataError
+from dspark.core.errors import DataError, MissingExtraError
 from dspark.data.prompts import Prompt, is_validation, read_prompts
 
 
@@ -21,6 +22,7 @@ def test_all_forms_of_a_line(tmp_path: Path) -> None:
         {"role": "assistant", "content": "dropped"},
         {"role": "user", "content": "two"},
     ]
+    share_gpt = [{"from": "human", "value": "three"}, {"from": "gpt", "value": "dropped"}]
     path = _file(
         tmp_path,
         "mixed.jsonl",
@@ -28,11 +30,13 @@ def test_all_forms_of_a_line(tmp_path: Path) -> None:
         "",
         '{"prompt": "d"}',
         json.dumps({"messages": messages}),
+        json.dumps({"conversations": share_gpt, "id": 7}),
     )
     assert read_prompts(path) == [
         Prompt("mixed", 1, ("a\u2028b", "c")),
         Prompt("mixed", 3, ("d",)),
         Prompt("mixed", 4, ("one", "two"), "Be brief."),
+        Prompt("mixed", 5, ("three",)),
     ]
 
 
@@ -57,13 +61,25 @@ def test_split_is_sha256_of_the_first_turn_modulo_10() -> None:
     ("line", "message"),
     [
         ('{"turns": ["a"', "line 2: not JSON"),
-        ('{"text": "a"}', 'line 2: expected "turns", "prompt" or "messages"'),
+        ('{"text": "a"}', 'line 2: expected "turns", "prompt", "messages"'),
         ('["a"]', "line 2: expected"),
-        ('{"turns": []}', "line 2: every turn must be text"),
+        ('{"turns": []}', "line 2: every conversation must begin"),
+        ('{"conversations": [{"from": "ape", "value": "x"}]}', "line 2: unknown role 'ape'"),
+        ('{"conversations": [{"from": "human"}]}', "line 2: every message needs a from"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]}',
+            "line 2: a system message may only come first",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
+            r"line 2: every turn must be text and not empty \(an assistant's",
+        ),
+        ('{"prompt": "\\ud800"}', "line 2: not valid Unicode"),
+        ("[" * 100_000, "line 2: not JSON that can be read"),
         ('{"turns": ["  "]}', "line 2: every turn must be text"),
         ('{"prompt": 3}', "line 2: every turn must be text"),
         ('{"messages": [{"role": "user"}]}', "line 2: every message needs"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: every turn"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: every conversation must begin"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -90,3 +106,53 @@ def test_bad_paths(tmp_path: Path) -> None:
     latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(DataError, match="not UTF-8"):
         read_prompts(latin)
+
+
+def test_bad_lines_are_counted_and_left_out_only_when_told(tmp_path: Path) -> None:
+    path = _file(
+        tmp_path, "bad.jsonl", "{", '{"prompt": "a"}', '{"x": 1}', "}", '{"prompt": "b"}'
+    )
+    with pytest.raises(DataError, match=r"line 1: not JSON .*3 bad lines: 2 not JSON, 1 expected"):
+        read_prompts(path)
+    said: list[str] = []
+    kept = read_prompts(path, skip_bad=True, say=said.append)
+    assert [(p.line, p.turns) for p in kept] == [(2, ("a",)), (5, ("b",))]
+    assert len(said) == 1 and "3 bad lines" in said[0] and "line 1" in said[0]
+    with pytest.raises(DataError, match="holds no prompt"):
+        read_prompts(_file(tmp_path, "all.jsonl", "{"), skip_bad=True)
+
+
+def test_parquet_and_saved_datasets(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [
+        {"messages": [{"role": "user", "content": "one"}], "prompt": None},
+        {"messages": None, "prompt": "two"},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table.parquet")
+    expected = [Prompt("table", 1, ("one",)), Prompt("table", 2, ("two",))]
+    assert read_prompts(tmp_path / "table.parquet") == expected
+    whole = (tmp_path / "table.parquet").read_bytes()
+    (tmp_path / "torn.parquet").write_bytes(whole[:-20])
+    with pytest.raises(DataError, match=r"torn\.parquet: not a parquet file"):
+        read_prompts(tmp_path / "torn.parquet")
+    (tmp_path / "torn.parquet").unlink()
+
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "sets").mkdir()
+    datasets.Dataset.from_list([{"prompt": "three"}]).save_to_disk(str(tmp_path / "sets" / "saved"))
+    assert read_prompts(tmp_path / "sets") == [Prompt("saved", 1, ("three",))]
+    split = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "four"}])})
+    split.save_to_disk(str(tmp_path / "dict"))
+    with pytest.raises(DataError, match=r"several splits; name one: .*train"):
+        read_prompts(tmp_path / "dict")
+
+
+def test_an_extra_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(MissingExtraError, match=r"dspark\[datasets\]"):
+        read_prompts(tmp_path / "a.parquet")

@@ -1,10 +1,12 @@
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dspark.core.errors import DataError
+from dspark.core.errors import DataError, DSparkError
 from dspark.data.responses import Response, ResponseFile
 
 
@@ -114,3 +116,22 @@ def test_token_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"token ids must be in \[0, 100\)"):
         file.append([_response(1)])
     assert len(_open(tmp_path / "r.jsonl", vocab_size=100)) == 0
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes went half-way out when the disk was full."""
+    path = tmp_path / "r.jsonl"
+    file = _open(path)
+    file.append([_response(1)])
+    before = path.read_bytes()
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DSparkError, match=r"No space left.* 1 responses written before"):
+            file.append([_response(2)])
+    assert path.read_bytes() == before and len(file) == 1
+    assert file.append([_response(2)]) == 1, "what failed is not taken for done"
+    assert len(_open(path)) == 2

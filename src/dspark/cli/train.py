@@ -16,7 +16,8 @@ def train(
         list[Path],
         typer.Option(
             metavar="PATH",
-            help='Prompt file, one {"turns": ["..."]} a line, or a folder of them. Repeatable.',
+            help="Prompts: a jsonl or parquet file (turns, prompt, messages or conversations), a saved "
+            "dataset, or a folder of these. Repeatable.",
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder of the bundle to write.")],
@@ -63,6 +64,9 @@ def train(
             "--from-noise",
             help="Start from random weights: for targets whose layers no draft layer can copy.",
         ),
+    ] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave bad prompt lines out, and say how many.")
     ] = False,
     generate: Annotated[
         bool,
@@ -112,6 +116,7 @@ def train(
             target=target,
             weights=weights_value(weights),
             threads=threads,
+            skip_bad=skip_bad,
             generate=generate,
             responses=RegenerateConfig(max_new_tokens=max_new_tokens),
             job=TrainJob(shape=shape, train=config, warm_start=warm_start),

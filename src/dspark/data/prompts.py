@@ -1,21 +1,18 @@
-"""Prompt files and the one split rule.
+"""Prompts and the one split rule.
 
-A prompt file is jsonl. A line is one of
-
-    {"turns": ["first user turn", "second", ...]}
-    {"prompt": "the only user turn"}
-    {"messages": [{"role": "system" | "user" | "assistant", "content": "..."}, ...]}
-
-Assistant messages are dropped: the target writes its own answers. A file's stem is its domain.
+A prompt is the user's side of a record (see `data.conversation` for the forms): assistant messages
+are dropped, for the target writes its own answers. A file's stem is its domain.
 """
 
 import hashlib
-import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dspark.core.errors import DataError
+from dspark.data.conversation import parse_conversation
+from dspark.data.records import find_files, read_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,75 +38,63 @@ def is_validation(first_user_turn: str) -> bool:
     return int(hashlib.sha256(first_user_turn.encode()).hexdigest(), 16) % 10 == 0
 
 
-def read_prompts(*paths: Path | str) -> list[Prompt]:
-    """Prompts of the given jsonl files, and of every ``*.jsonl`` of the given folders, in order.
+def read_prompts(
+    *paths: Path | str,
+    skip_bad: bool = False,
+    say: Callable[[str], None] = lambda _line: None,
+) -> list[Prompt]:
+    """Prompts of jsonl and parquet files, saved datasets, and folders of these, in order.
 
-    Raises DataError for a missing path, a folder without prompts, two files of one stem, a broken
-    line.
+    Raises DataError for a missing path, a folder without prompts, two files of one stem, and for
+    bad lines, with the first and how many of which kind there are. With `skip_bad` these are left
+    out, and `say` gets the counts.
     """
     prompts: list[Prompt] = []
     seen: dict[str, Path] = {}
-    for file in _expand(Path(path) for path in paths):
+    for file in find_files(Path(path) for path in paths):
         if file.stem in seen:
             raise DataError(
                 f"{file} and {seen[file.stem]} have the same name; it names the domain: rename one"
             )
         seen[file.stem] = file
-        prompts += _read_file(file)
+        found, bad = scan_prompts(file)
+        if bad and not skip_bad:
+            more = "" if len(bad) == 1 else f" ({count_kinds(bad)})"
+            raise DataError(f"{bad[0]}{more}; fix it, or leave bad lines out with --skip-bad")
+        if bad:
+            say(f"{file}: {count_kinds(bad)} left out; the first: {bad[0]}")
+        if not found:
+            raise DataError(f"{file} holds no prompt")
+        prompts += found
     return prompts
 
 
-def _expand(paths: Iterable[Path]) -> list[Path]:
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found = sorted(path.glob("*.jsonl"))
-            if not found:
-                raise DataError(f"{path} holds no .jsonl file")
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise DataError(f"there is no prompt file or folder {path}")
-    return files
+def scan_prompts(file: Path) -> tuple[list[Prompt], list[DataError]]:
+    """The prompts of one file, and what is wrong with its other lines."""
+    prompts: list[Prompt] = []
+    bad: list[DataError] = []
+    for number, record in read_records(file):
+        try:
+            if isinstance(record, DataError):
+                raise record
+            messages = parse_conversation(record, f"{file}, line {number}")
+        except DataError as error:
+            bad.append(error)
+            continue
+        turns = tuple(m["content"] for m in messages if m["role"] == "user")
+        system = next((m["content"] for m in messages if m["role"] == "system"), None)
+        prompts.append(Prompt(file.stem, number, turns, system))
+    return prompts, bad
 
 
-def _read_file(file: Path) -> list[Prompt]:
-    prompts = []
-    # Split on "\n" alone: str.splitlines would also cut at U+2028 and its kind inside a JSON
-    # string.
-    try:
-        lines = file.read_bytes().decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 (byte {error.start})") from None
-    for number, text in enumerate(lines, start=1):
-        if text.strip():
-            turns, system = _parse(text, f"{file}, line {number}")
-            prompts.append(Prompt(file.stem, number, turns, system))
-    if not prompts:
-        raise DataError(f"{file} holds no prompt")
-    return prompts
+def count_kinds(bad: list[DataError]) -> str:
+    """"3 bad lines: 2 not JSON, 1 unknown role": kinds are how the messages begin."""
+    kinds = Counter(_kind(str(error)) for error in bad)
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return f"{len(bad)} bad line{'s' if len(bad) > 1 else ''}: {listed}"
 
 
-def _parse(text: str, where: str) -> tuple[tuple[str, ...], str | None]:
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno})") from None
-    system: str | None = None
-    match record:
-        case {"turns": list(turns)}:
-            pass
-        case {"prompt": turn}:
-            turns = [turn]
-        case {"messages": list(messages)}:
-            if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
-                raise DataError(f"{where}: every message needs a role and a content")
-            turns = [m["content"] for m in messages if m["role"] == "user"]
-            system = next((m["content"] for m in messages if m["role"] == "system"), None)
-        case _:
-            raise DataError(f'{where}: expected "turns", "prompt" or "messages"')
-    texts = turns if system is None else [*turns, system]
-    if not turns or not all(isinstance(t, str) and t.strip() for t in texts):
-        raise DataError(f"{where}: every turn must be text and not empty")
-    return tuple(turns), system
+def _kind(message: str) -> str:
+    """What follows "FILE, line N: ", without its particulars."""
+    kind = message.split(": ", 1)[-1].split("; ")[0].split(" (")[0]
+    return "unknown role" if kind.startswith("unknown role") else kind

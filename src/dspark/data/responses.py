@@ -13,6 +13,7 @@ line.
 
 import base64
 import binascii
+import contextlib
 import json
 import os
 import zlib
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark.core.errors import DataError
+from dspark.core.errors import DataError, DSparkError
 from dspark.data.template import TokenIds, supervised_tokens
 
 FORMAT = "dspark-responses/1"
@@ -88,21 +89,32 @@ class ResponseFile:
 
     def append(self, responses: Iterable[Response]) -> int:
         """Adds the responses whose key is not there yet, durably; how many were added."""
-        fresh: list[Response] = []
+        fresh: dict[ResponseKey, Response] = {}
         for response in responses:
             if response.key not in self._done:
-                self._done.add(response.key)
-                fresh.append(response)
-        self._write([self._encode(response) for response in fresh])
-        self.responses += fresh
+                fresh.setdefault(response.key, response)
+        self._write([self._encode(response) for response in fresh.values()])
+        self._done |= fresh.keys()
+        self.responses += fresh.values()
         return len(fresh)
 
     def _write(self, lines: list[str]) -> None:
-        if lines:
+        if not lines:
+            return
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
             with self.path.open("ab") as file:
                 file.write("".join(line + "\n" for line in lines).encode())
                 file.flush()
                 os.fsync(file.fileno())
+        except OSError as error:
+            # A full disk takes the first lines only: none of them counts, all that stood before do.
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)
+            raise DSparkError(
+                f"{self.path}: {error.strerror}; the {len(self.responses)} responses written "
+                f"before are whole: make room, then run the same command again"
+            ) from error
 
     def _load(self) -> None:
         data = self.path.read_bytes()

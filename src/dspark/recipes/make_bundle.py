@@ -32,6 +32,8 @@ class BundleRun:
     target: str | None = None
     weights: WeightKind | None = None
     threads: int | None = None
+    skip_bad: bool = False
+    """Leave bad lines of the prompt files out instead of stopping there."""
     generate: bool = True
     """Write the responses that are missing; otherwise use those there are."""
     responses: RegenerateConfig = field(default_factory=RegenerateConfig)
@@ -45,7 +47,7 @@ def make_bundle(run: BundleRun, progress: Progress) -> TrainResult:
     """
     set_threads(run.threads)
     check_replaceable(run.output)
-    prompts = read_prompts(*run.prompts)
+    prompts = read_prompts(*run.prompts, skip_bad=run.skip_bad, say=progress.say)
     loaded = load_target(
         run.target,
         weights=run.weights,
