@@ -43,11 +43,11 @@ QWEN3 = (  # drops the thoughts of past turns, writes an empty one where the las
     "{% if enable_thinking is defined and enable_thinking is false %}"
     "<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-SPECIAL = (
-    "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|im_start|> <|im_end|> "
-    "<bos> <start_of_turn> <end_of_turn> <s> </s> [INST] [/INST] <|user|> <|system|> <|assistant|> "
-    "<|end|> <|endoftext|>"
-).split()
+SPECIAL = [
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>",
+    "<|im_end|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>", "[INST]", "[/INST]",
+    "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "<|endoftext|>",
+]  # fmt: skip
 TALK: list[Message] = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "yo assistant\n\n"},

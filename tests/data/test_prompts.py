@@ -71,7 +71,7 @@ def test_split_is_sha256_of_the_first_turn_modulo_10() -> None:
             "line 2: a system message may only come first",
         ),
         (
-            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
+            '{"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": ""}]}',
             r"line 2: every turn must be text and not empty \(an assistant's",
         ),
         ('{"prompt": "\\ud800"}', "line 2: not valid Unicode"),
@@ -79,7 +79,10 @@ def test_split_is_sha256_of_the_first_turn_modulo_10() -> None:
         ('{"turns": ["  "]}', "line 2: every turn must be text"),
         ('{"prompt": 3}', "line 2: every turn must be text"),
         ('{"messages": [{"role": "user"}]}', "line 2: every message needs"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: every conversation must begin"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "line 2: every conversation must begin",
+        ),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -109,9 +112,7 @@ def test_bad_paths(tmp_path: Path) -> None:
 
 
 def test_bad_lines_are_counted_and_left_out_only_when_told(tmp_path: Path) -> None:
-    path = _file(
-        tmp_path, "bad.jsonl", "{", '{"prompt": "a"}', '{"x": 1}', "}", '{"prompt": "b"}'
-    )
+    path = _file(tmp_path, "bad.jsonl", "{", '{"prompt": "a"}', '{"x": 1}', "}", '{"prompt": "b"}')
     with pytest.raises(DataError, match=r"line 1: not JSON .*3 bad lines: 2 not JSON, 1 expected"):
         read_prompts(path)
     said: list[str] = []
@@ -149,9 +150,7 @@ def test_parquet_and_saved_datasets(tmp_path: Path) -> None:
         read_prompts(tmp_path / "dict")
 
 
-def test_an_extra_that_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(MissingExtraError, match=r"dspark\[datasets\]"):

@@ -16,8 +16,8 @@ def train(
         list[Path],
         typer.Option(
             metavar="PATH",
-            help="Prompts: a jsonl or parquet file (turns, prompt, messages or conversations), a saved "
-            "dataset, or a folder of these. Repeatable.",
+            help="Prompts: a jsonl or parquet file (turns, prompt, messages or conversations), a "
+            "saved dataset, or a folder of these. Repeatable.",
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder of the bundle to write.")],

@@ -1,12 +1,13 @@
 """One record of a prompt file, in any of the usual forms, as a conversation.
 
-    {"turns": ["first user turn", "second", ...]}
-    {"prompt": "the only user turn"}
-    {"messages": [{"role": "system" | "user" | "assistant", "content": "..."}, ...]}
-    {"conversations": [{"from": "human" | "gpt" | ..., "value": "..."}, ...]}    (ShareGPT)
+{"turns": ["first user turn", "second", ...]}
+{"prompt": "the only user turn"}
+{"messages": [{"role": "system" | "user" | "assistant", "content": "..."}, ...]}
+{"conversations": [{"from": "human" | "gpt" | ..., "value": "..."}, ...]}    (ShareGPT)
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal, TypedDict, cast
 
 from dspark.core.errors import DataError
@@ -63,7 +64,9 @@ def _entry(entry: Any, role_key: str, text_key: str, where: str) -> Message:
 def _message(role: Role, content: Any, where: str) -> Message:
     if not isinstance(content, str) or not content.strip():
         article = "an" if role == "assistant" else "a"
-        raise DataError(f"{where}: every turn must be text and not empty ({article} {role}'s is not)")
+        raise DataError(
+            f"{where}: every turn must be text and not empty ({article} {role}'s is not)"
+        )
     try:
         content.encode()
     except UnicodeEncodeError as error:
@@ -77,6 +80,6 @@ def _check_order(roles: list[Role], where: str) -> None:
         raise DataError(f"{where}: a system message may only come first, and once")
     if talk[:1] != ["user"]:
         raise DataError(f"{where}: every conversation must begin with a user's turn")
-    for before, after in zip(talk, talk[1:], strict=False):
+    for before, after in pairwise(talk):
         if before == after == "assistant":
             raise DataError(f"{where}: two assistant's turns in a row")

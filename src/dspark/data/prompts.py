@@ -88,7 +88,7 @@ def scan_prompts(file: Path) -> tuple[list[Prompt], list[DataError]]:
 
 
 def count_kinds(bad: list[DataError]) -> str:
-    """"3 bad lines: 2 not JSON, 1 unknown role": kinds are how the messages begin."""
+    """ "3 bad lines: 2 not JSON, 1 unknown role": kinds are how the messages begin."""
     kinds = Counter(_kind(str(error)) for error in bad)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return f"{len(bad)} bad line{'s' if len(bad) > 1 else ''}: {listed}"

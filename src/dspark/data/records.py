@@ -1,7 +1,7 @@
 """Numbered records of a prompt file: jsonl, parquet, or a Hugging Face dataset on disk."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,9 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 
 def read_records(file: Path) -> Iterator[Record]:
     """Every record with its number. DataError for a file that cannot be read at all."""
-    read: Callable[[Path], Iterator[Record]]
     if file.is_dir():
-        read = _dataset
-    else:
-        read = _parquet if file.suffix == ".parquet" else _jsonl
-    return read(file)
+        return _dataset(file)
+    return _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
 
 
 def _jsonl(file: Path) -> Iterator[Record]:
