@@ -139,3 +139,16 @@ def test_rows_of_prompts_take_their_own_kernel(kind):
     bare = PackedLinear(weight, layer.bias, kind, mode, prompts=False)
     mode.prompt_from = 0
     assert torch.equal(bare(x), tokens)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_many_rows_take_it_too_where_nothing_is_promised(exact):
+    mode = RowMode(exact=exact)
+    layer = PackedLinear(on_grid(64, 96)[1], None, "int8", mode)
+    seen = []
+    kernel, prompt_kernel = layer.kernel, layer.prompt_kernel
+    layer.kernel = lambda x: (seen.append(("few", len(x))), kernel(x))[1]
+    layer.prompt_kernel = lambda x: (seen.append(("many", len(x))), prompt_kernel(x))[1]
+    for rows in (3, 40):
+        layer(torch.randn(rows, 96, generator=generator(rows)))
+    assert seen == [("few", 3), ("few" if exact else "many", 40)]

@@ -32,6 +32,8 @@ from dspark.nn.four_bit import GROUP, four_bit_grid
 WeightKind = Literal["fp32", "bf16", "fp16", "int8", "q4"]
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 _FEW_BITS = ("int8", "q4")
+_MANY_ROWS = 12
+"""From here on few bits cost more than they save (docs/log.md)."""
 
 Kernel = Callable[[Tensor], Tensor]
 """[rows, in] -> [rows, out] without bias, in float32 or in the kernel's own precision."""
@@ -69,8 +71,9 @@ class PackedLinear(nn.Module):
 
     Kernels of few bits unpack each weight for every few rows: best for one token, worst for a
     prompt. So their layers hold the same weights once more for the rows of prompts, in the kind
-    that suits the processor (`best_kind`), unless `prompts` is false. Which of the two serves a row
-    follows from what the row is and not from the batch, so exactness does not suffer.
+    that suits the processor (`best_kind`), unless `prompts` is false. In exact mode, which of the
+    two serves a row follows from what the row is and not from the batch. Otherwise any batch of many
+    rows takes the second.
     """
 
     def __init__(
@@ -104,6 +107,8 @@ class PackedLinear(nn.Module):
     def native_rows(self, x: Tensor) -> Tensor:
         """The same in the kernel's own precision, for what goes on into another product."""
         split = self.mode.prompt_from
+        if not self.mode.exact and x.shape[0] >= _MANY_ROWS:
+            split = 0
         if x.shape[0] == 0:  # a prefill chunk asks for no logits, and kernels refuse no rows
             return x.new_empty(0, self.out_features)
         if self.prompt_kernel is None or split is None or split >= x.shape[0]:
