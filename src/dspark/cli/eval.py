@@ -23,7 +23,7 @@ def evaluate(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="How many draft tokens to verify: off, fixed:N, async ... Default: the whole block.",
+            help="How many draft tokens to verify: off, fixed:N, async. Default: the whole block.",
             show_default=False,
         ),
     ] = None,

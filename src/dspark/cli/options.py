@@ -115,7 +115,7 @@ Limit = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        help="Packed CPU weights: fp32, bf16, fp16, int8 or q4. Default: what suits them and the processor.",
+        help="Packed CPU weights: fp32, bf16, fp16, int8 or q4. Default: what suits best.",
         show_default=False,
     ),
 ]

@@ -72,8 +72,8 @@ class PackedLinear(nn.Module):
     Kernels of few bits unpack each weight for every few rows: best for one token, worst for a
     prompt. So their layers hold the same weights once more for the rows of prompts, in the kind
     that suits the processor (`best_kind`), unless `prompts` is false. In exact mode, which of the
-    two serves a row follows from what the row is and not from the batch. Otherwise any batch of many
-    rows takes the second.
+    two serves a row follows from what the row is and not from the batch. Otherwise any batch of
+    many rows takes the second.
     """
 
     def __init__(
