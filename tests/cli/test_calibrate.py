@@ -31,7 +31,8 @@ def test_the_command_is_registered():
     assert COMMANDS["calibrate"] is calibrate
 
 
-def test_calibrate(folder, capsys):
+def test_calibrate(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["dspark", "calibrate", "--samples", "3"])
     plot = folder / "plot.png"
     code = dspark(
         folder, "--samples", "3", "--max-new-tokens", "30", "--format", "sglang",
@@ -50,7 +51,7 @@ def test_calibrate(folder, capsys):
     assert document["mean_ece_before"] >= 0
     written = json.loads((folder / "draft" / "calibration.json").read_text())
     assert written["positions"] == document["positions"]
-    assert "calibrate" in written["conditions"][0]["command"]
+    assert written["conditions"][0]["command"] == "dspark calibrate --samples 3"
     sglang = json.loads((folder / "draft" / "calibration.sglang.json").read_text())
     assert sglang["temperatures"] == document["temperatures"]
     assert plot.read_bytes().startswith(b"\x89PNG")

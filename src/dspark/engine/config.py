@@ -56,9 +56,8 @@ class EngineConfig:
         block_size: int = 0,
         prefix_cache: bool = True,
     ) -> "EngineConfig":
-        """A cache in which none of these requests waits for memory: each of the longest
-        `max_requests` in an extent of its own (nn.pages), and the page a head that admission keeps
-        free (engine.places).
+        """A cache large enough for the longest `max_requests` of some requests, each in an extent
+        of its own (nn.pages).
 
         most_tokens: per request, prompt and new tokens together.
         block_size: the drafter's: a block's own keys and values may lie behind the text.
@@ -69,7 +68,7 @@ class EngineConfig:
         max_requests = max(1, min(max_requests, len(needs)))
         return cls(
             max_requests=max_requests,
-            cache_tokens=max(page, sum(needs[-max_requests:]) + (max_requests - 1) * page),
+            cache_tokens=max(page, sum(needs[-max_requests:])),
             row_exact=row_exact,
             prefix_cache=prefix_cache,
         )
