@@ -101,7 +101,11 @@ class ChainDrafter:
         states_RD = store.keys[1][state_slots][:, 0].float()
         rows = SamplingRows.of(sampling, device=states_RD.device)
         tokens_R = anchors_R
-        keys, values, drawn, ids, probs = [], [], [], [], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        drawn: list[Tensor] = []
+        ids: list[Tensor] = []
+        probs: list[Tensor] = []
         head_seconds = 0.0
         for slot in range(K):
             residual_RD, inner_RW = self._join(states_RD, embed(self._binding, tokens_R))

@@ -16,7 +16,7 @@ from torch import Tensor
 from dspark.core.errors import ConfigError, DSparkError, MissingExtraError
 from dspark.core.guided import Guided
 
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "max_grammar_size": 100_000,
@@ -58,14 +58,14 @@ class GrammarCompiler:
             import llguidance
         except ImportError as error:
             raise MissingExtraError("llguidance", "guided") from error
-        build = {
+        builders: dict[str, Any] = {
             "json_schema": llguidance.LLMatcher.grammar_from_json_schema,
             "regex": llguidance.LLMatcher.grammar_from_regex,
             "grammar": llguidance.LLMatcher.grammar_from_lark,
-        }[guided.kind]
+        }
         matcher = llguidance.LLMatcher(
             self._for_tokenizer(),
-            build(guided.text),
+            builders[guided.kind](guided.text),
             log_level=0,
             limits=llguidance.LLParserLimits(**_LIMITS),
         )

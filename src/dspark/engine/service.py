@@ -226,8 +226,9 @@ class EngineService:
             events = self.engine.fail_running(error)
         records, self.engine.records = self.engine.records, []
         try:
-            for record in records if self._on_record is not None else ():
-                self._on_record(record)
+            if self._on_record is not None:
+                for record in records:
+                    self._on_record(record)
         except Exception:  # whoever only watches must not stop the engine
             logger.exception("on_record failed")
         return events
