@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
 
 install_environment
 if [ $# -eq 0 ] || [[ "$1" == -* ]]; then
-    set -- "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Explain." "$@"
+    set -- "Write a Python function that checks whether a number is prime." "$@"
 fi
 say "dspark generate --compare $*"
 exec "$root/.venv/bin/dspark" generate --compare "$@"
