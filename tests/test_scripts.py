@@ -76,9 +76,9 @@ def test_quickstart_installs_once_and_passes_its_arguments(clone: Clone) -> None
 
 
 def test_quickstart_has_a_prompt_of_its_own(clone: Clone) -> None:
-    assert "train" in clone.run("quickstart.sh").stdout
+    assert "prime" in clone.run("quickstart.sh").stdout
     with_option = clone.run("quickstart.sh", "--max-new-tokens", "9").stdout
-    assert "train" in with_option and with_option.endswith("<--max-new-tokens><9>")
+    assert "prime" in with_option and with_option.endswith("<--max-new-tokens><9>")
 
 
 def test_test_script_covers_quickstart_and_runs_pytest(clone: Clone) -> None:
