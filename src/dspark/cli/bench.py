@@ -44,9 +44,7 @@ def bench(
     ] = None,
     temperature: options.Temperature = 1.0,
     max_new_tokens: options.MaxNewTokens = 128,
-    seed: Annotated[
-        int, typer.Option(help="Every text's seed is derived from it, the file, line and sample.")
-    ] = 0,
+    seed: options.BaseSeed = 0,
     weights: options.Weights = None,
     threads: options.Threads = None,
     json: options.Json = False,

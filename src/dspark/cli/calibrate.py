@@ -31,9 +31,7 @@ def calibrate(
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
     max_new_tokens: options.MaxNewTokens = 256,
-    seed: Annotated[
-        int, typer.Option(help="Every text's seed is derived from it, the file, line and sample.")
-    ] = 0,
+    seed: options.BaseSeed = 0,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -64,7 +62,7 @@ def calibrate(
             metavar="FILE", help="Draw the reliability diagram (.png, .svg).", show_default=False
         ),
     ] = None,
-    max_requests: Annotated[int, typer.Option(help="Texts generated at once.")] = 32,
+    max_requests: options.TextsAtOnce = 32,
     weights: options.Weights = None,
     threads: options.Threads = None,
     json: options.Json = False,

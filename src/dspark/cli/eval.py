@@ -35,10 +35,8 @@ def evaluate(
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
     max_new_tokens: options.MaxNewTokens = 256,
-    seed: Annotated[
-        int, typer.Option(help="Every text's seed is derived from it, the file, line and sample.")
-    ] = 0,
-    max_requests: Annotated[int, typer.Option(help="Texts generated at once.")] = 32,
+    seed: options.BaseSeed = 0,
+    max_requests: options.TextsAtOnce = 32,
     weights: options.Weights = None,
     threads: options.Threads = None,
     json: options.Json = False,

@@ -53,6 +53,10 @@ Seed = Annotated[
         help="The same seed gives the same text. Default: drawn anew.", show_default=False
     ),
 ]
+BaseSeed = Annotated[
+    int, typer.Option(help="Every text's seed is derived from it, the file, line and sample.")
+]
+TextsAtOnce = Annotated[int, typer.Option("--max-requests", help="Texts generated at once.")]
 Stop = Annotated[
     list[str] | None,
     typer.Option(help="End the text before this string. Repeatable.", show_default=False),

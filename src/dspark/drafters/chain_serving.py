@@ -73,10 +73,9 @@ class ChainDrafter:
         _, keys, values = self._layer.heads(
             inner_NW, self._angles(positions_N), self.config.rms_norm_eps
         )
-        dtype = store.keys[0].dtype
-        store.write(0, slots_N, keys.to(dtype), values.to(dtype))
+        store.write(0, slots_N, keys, values)
         nothing = states_ND.new_empty(len(states_ND), 1, 0)
-        store.write(1, slots_N, states_ND[:, None].to(dtype), nothing.to(dtype))
+        store.write(1, slots_N, states_ND[:, None], nothing)
 
     @torch.inference_mode()
     def draft(

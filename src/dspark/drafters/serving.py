@@ -101,8 +101,7 @@ class DSparkDrafter:
             rms_norm(kv[:, :, 0], None, config.rms_norm_eps) * self._context_norm_L1d, angles
         )
         for layer in range(config.num_hidden_layers):
-            dtype = store.keys[layer].dtype
-            store.write(layer, slots_N, keys[:, layer].to(dtype), kv[:, layer, 1].to(dtype))
+            store.write(layer, slots_N, keys[:, layer], kv[:, layer, 1])
 
     @torch.inference_mode()
     def draft(
