@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dspark.core.errors import ConfigError
-from dspark.nn.four_bit import GROUP, four_bit_grid
+from dspark.nn.four_bit import GROUP, four_bit_grid, nearest_four_bit
 from dspark.nn.linear import PackedLinear, RowMode, check_kind, measure_exact_rows
 
 
@@ -47,6 +47,20 @@ def test_a_few_levels_with_wide_gaps():
     weight[0, :3] = torch.tensor([1.0, 10.0, 15.0])  # levels 0, 1, 10 and 15 of a step of one
     grid = four_bit_grid(weight)
     torch.testing.assert_close(rebuilt(grid), weight)
+
+
+def test_any_weights_rounded_to_a_grid():
+    weight = torch.randn(64, 104, generator=generator(7))  # the last 8 inputs fill no group
+    rounded = nearest_four_bit(weight)
+    assert torch.equal(rounded[:, 96:], weight[:, 96:])
+    groups = weight[:, :96].view(64, 3, GROUP)
+    half_step = (groups.amax(-1) - groups.amin(-1)) / 15 / 2
+    error = (rounded - weight)[:, :96].view(64, 3, GROUP).abs().amax(-1)
+    assert (error <= half_step * 1.001).all()
+    grid = four_bit_grid(rounded[:, :96])
+    assert grid is not None
+    torch.testing.assert_close(rebuilt(grid), rounded[:, :96], rtol=0, atol=2e-6)
+    torch.testing.assert_close(nearest_four_bit(rounded), rounded, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,20 @@ def four_bit_grid(weight: Tensor) -> FourBitGrid | None:
     )
 
 
+def nearest_four_bit(weight: Tensor) -> Tensor:
+    """The weights [out, in] rounded to such a grid, each group of 32 inputs with its own ends.
+
+    Inputs beyond the last whole group stay as they are.
+    """
+    outputs, inputs = weight.shape
+    whole = inputs // GROUP * GROUP
+    groups = weight[:, :whole].reshape(outputs, -1, GROUP)
+    low = groups.amin(-1, keepdim=True)
+    step = ((groups.amax(-1, keepdim=True) - low) / _LEVELS).clamp_min(1e-6)
+    on_grid = ((groups - low) / step).round() * step + low
+    return torch.cat([on_grid.reshape(outputs, whole), weight[:, whole:]], dim=1)
+
+
 def _fit(groups: Tensor, offset: Tensor, step: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Nearest codes, and which groups [G] they miss."""
     codes = (groups - offset).div_(step.clamp_min(1e-30)).round_()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.core.errors import ConfigError
-from dspark.nn.four_bit import GROUP, four_bit_grid
+from dspark.nn.four_bit import GROUP, four_bit_grid, nearest_four_bit
 
 WeightKind = Literal["fp32", "bf16", "fp16", "int8", "q4"]
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
@@ -249,7 +249,7 @@ def measure_exact_rows(kind: WeightKind, in_features: int, out_features: int) ->
     weight, inputs = _cancelling_probe(
         in_features, min(out_features, 2048), max(_PROBED_COUNTS) + 5
     )
-    _, kernel = _build(_on_grid(weight) if kind == "q4" else weight, kind)
+    _, kernel = _build(nearest_four_bit(weight) if kind == "q4" else weight, kind)
     shifted = inputs[5:]
     reference = torch.cat([kernel(tile) for tile in inputs.split(_REFERENCE_COUNT)])
     counts = [
@@ -259,15 +259,6 @@ def measure_exact_rows(kind: WeightKind, in_features: int, out_features: int) ->
         and torch.equal(kernel(shifted[:count].contiguous()), reference[5 : 5 + count])
     ]
     return ExactRows(tuple(counts)) if counts else None
-
-
-def _on_grid(weight: Tensor) -> Tensor:
-    """The nearest weights of kind q4's form, with a step of its own in every group."""
-    groups = weight[:, : weight.shape[1] // GROUP * GROUP].view(weight.shape[0], -1, GROUP)
-    low = groups.amin(-1, keepdim=True)
-    step = ((groups.amax(-1, keepdim=True) - low) / 15).clamp_min(1e-6)
-    on_grid = ((groups - low) / step).round() * step + low
-    return torch.cat([on_grid.view(weight.shape[0], -1), weight[:, on_grid[0].numel() :]], dim=1)
 
 
 def _cancelling_probe(in_features: int, out_features: int, rows: int) -> tuple[Tensor, Tensor]:
