@@ -37,8 +37,8 @@ def make_drafter(bundle: Bundle, loaded: LoadedTarget, *, candidates: int | None
     """
     check_fit(bundle, loaded.binding)
     # A draft need not be exact, nor repeat bit for bit: verification settles every token. So next
-    # to a 4-bit target, whose steps are short, the drafter's weights are rounded to 4 bits: 1% more
-    # rounds, each a sixth shorter (docs/log.md). Otherwise the kind that is best for a block of rows.
+    # to a 4-bit target, whose steps are short, the drafter's weights are rounded to 4 bits: 1%
+    # more rounds, each a sixth shorter (docs/log.md). Otherwise the kind that is best for blocks.
     kind: WeightKind = "q4" if loaded.weights == "q4" else best_kind()[0]
     mode = RowMode(exact=False)
 
