@@ -35,6 +35,9 @@ class Useless:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
+    def shortened(self, block_size: int) -> "Useless":
+        return Useless(self._drafter.shortened(block_size), self._vocab_size)
+
     def draft(self, *args: Any, **options: Any) -> DraftBlock:
         block = self._drafter.draft(*args, **options)
         confidence = block.confidence_RK

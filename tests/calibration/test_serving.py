@@ -53,6 +53,13 @@ def test_the_nearest_condition_is_used(sampling, nearest):
     assert found == condition(temperature={"sampled": 1.0, "greedy": 0.0}[nearest])
 
 
+def test_blocks_cut_short_take_the_temperatures_of_their_positions():
+    snapshot = Snapshot(0, PROPOSALS, TABLE)
+    sampled, greedy = SamplingParams(), SamplingParams(temperature=0.0)
+    short = snapshot.confidence(LOGITS[:, :1], [sampled, greedy])
+    assert np.array_equal(short, snapshot.confidence(LOGITS, [sampled, greedy])[:, :1])
+
+
 def test_the_rule_counts_more_than_a_temperature_nearby():
     table = {condition(rule="coupled"): WARM, condition(temperature=0.5): GREEDY}
     snapshot = Snapshot(0, PROPOSALS, table)

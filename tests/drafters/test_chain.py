@@ -228,6 +228,18 @@ def test_scattered_pages_give_the_same_block(kind: str) -> None:
     assert torch.equal(a.probs_RKC, b.probs_RKC)
 
 
+def test_a_shortened_block_is_the_beginning_of_the_whole() -> None:
+    model, binding = setup("eagle3")
+    served = Served.of(ChainDrafter(model, binding))
+    text = list(range(12))
+    table = served.admit(features(model.config, 11), text=text)
+    whole = draft(served, [text], [table], 1.0)
+    served.drafter = served.drafter.shortened(2)
+    short = draft(served, [text], [table], 1.0)
+    assert torch.equal(short.tokens_RK, whole.tokens_RK[:, :2])
+    assert torch.equal(short.probs_RKC, whole.probs_RKC[:, :2])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_follow_the_probabilities_they_come_with(kind: str) -> None:
     """2,000 drafts of the first slot: each frequency is within 4.5 standard deviations; a right

@@ -65,6 +65,11 @@ def test_proposals_are_certain_and_their_number_is_said():
     assert torch.equal(block.probs_RKC, torch.ones(3, 3, 1, dtype=torch.float64))
 
 
+def test_a_shortened_block():
+    block = draft(PromptLookup(3).shortened(2), [[1, 2, 3, 4, 1, 2]])
+    assert block.lengths_R.tolist() == [2] and block.tokens_RK.tolist() == [[3, 4]]
+
+
 @pytest.mark.parametrize("bad", [{"block_size": 0}, {"shortest": 0}, {"longest": 1, "shortest": 2}])
 def test_bad_sizes_are_refused(bad):
     with pytest.raises(ConfigError, match="at least 1"):

@@ -1,5 +1,6 @@
 """The serving form against the training forward and against its slow twins."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,22 @@ def test_equals_the_training_forward_context_given_over_many_rounds_or_at_once()
             torch.tensor([5]), torch.tensor([23]), [table], served.store
         )
         torch.testing.assert_close(got[0], trained_hidden(model, 5, context), **CLOSE)
+
+
+def test_a_shortened_block_is_that_of_a_model_with_blocks_as_short() -> None:
+    model = tiny_model(CONFIG)
+    served = Served.of(DSparkDrafter(model, BINDING, candidates=8))
+    table = served.admit(features(CONFIG, 9))
+    K = CONFIG.block_size - 1
+    whole, served.drafter = served.drafter, served.drafter.shortened(K)
+    short = DSparkModel(replace(CONFIG, block_size=K))
+    short.load_state_dict(model.state_dict())
+    got = served.drafter.block_hidden(torch.tensor([5]), torch.tensor([9]), [table], served.store)
+    torch.testing.assert_close(got[0], trained_hidden(short, 5, features(CONFIG, 9)), **CLOSE)
+    block = draft(served, [5], [9], [table], sampled(1.0))
+    assert block.tokens_RK.shape == (1, K) and block.probs_RKC.shape == (1, K, 8)
+    assert whole.block_size == CONFIG.block_size
+    assert whole.shortened(99).block_size == CONFIG.block_size
 
 
 def test_requests_of_different_lengths_in_one_batch_equal_each_alone() -> None:

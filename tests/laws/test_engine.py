@@ -73,6 +73,11 @@ class HostileDrafter:
         """masks: keep what requests forbid out of the draft; else it is offered and rejected."""
         self.masks = masks
 
+    def shortened(self, block_size):
+        shorter = HostileDrafter(self.masks)
+        shorter.block_size = block_size
+        return shorter
+
     def extend_context(self, taps_NF, next_tokens_N, positions_N, slots_N, store):
         store.write(0, slots_N, taps_NF[:, :, None], taps_NF[:, :, None])
 
@@ -85,7 +90,7 @@ class HostileDrafter:
         texts = read
         rows = SamplingRows.of(sampling)
         slots = []
-        for slot in range(BLOCK):
+        for slot in range(self.block_size):
             ids_RC = torch.tensor(
                 np.array([np.argsort(-toy_logits(text, 0))[[3, 1, 2]] for text in texts])
             )

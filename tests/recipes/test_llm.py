@@ -180,6 +180,36 @@ def test_bad_requests(llm, plain):
         llm.generate(PROMPTS, GREEDY, policy="fixd:4")
 
 
+def test_a_draft_length(target_folder, bundle_folder, plain):
+    greedy = plain.generate(PROMPTS, GREEDY)
+    short = LLM(str(target_folder), draft=bundle_folder, weights="fp32", draft_length=2)
+    assert short.drafter.block_size == 2 and short.policy.name == "fixed:2"
+    for output, other in zip(short.generate(PROMPTS, GREEDY), greedy, strict=True):
+        assert output.token_ids == other.token_ids
+    with pytest.raises(ConfigError, match="more than the drafter's block of 2"):
+        short.resolve_policy("fixed:3")
+    with pytest.raises(ConfigError, match="draft_length is 0; it must be at least 1"):
+        LLM(str(target_folder), draft=bundle_folder, draft_length=0)
+
+
+def test_a_fixed_length_drafts_no_more(llm, plain, monkeypatch):
+    """Same tokens as plain decoding, blocks of two."""
+    widths = []
+    draft = type(llm.drafter).draft
+
+    def watched(self, *args, **options):
+        widths.append(draft(self, *args, **options).tokens_RK.shape[1])
+        return draft(self, *args, **options)
+
+    monkeypatch.setattr(type(llm.drafter), "draft", watched)
+    monkeypatch.setattr(llm, "policy", llm.resolve_policy("fixed:2"))
+    for output, other in zip(
+        llm.generate(PROMPTS, GREEDY), plain.generate(PROMPTS, GREEDY), strict=True
+    ):
+        assert output.token_ids == other.token_ids
+    assert set(widths) == {2}
+
+
 def test_bad_construction(target_folder, bundle_folder, tmp_path):
     with pytest.raises(TargetError, match="there is no model folder"):
         LLM(str(tmp_path / "nowhere"))

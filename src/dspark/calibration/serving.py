@@ -27,13 +27,16 @@ class Snapshot:
     def confidence(
         self, logits_RK: npt.ArrayLike, sampling: Sequence[SamplingParams]
     ) -> FloatArray:
-        """Calibrated conditional confidences c [R, K] of raw logits; `sampling` is the rows'."""
+        """Calibrated conditional confidences c [R, K] of raw logits; `sampling` is the rows'.
+
+        Blocks cut short take the temperatures of their positions.
+        """
         if not self.temperatures or not sampling:
             return conditional_confidence(logits_RK)
         assert self.proposals is not None
         wanted = [Condition.of(own, self.proposals) for own in sampling]
         rows = [self.temperatures[self.nearest(condition)] for condition in wanted]
-        return conditional_confidence(logits_RK, np.array(rows))
+        return conditional_confidence(logits_RK, np.array(rows)[:, : np.shape(logits_RK)[1]])
 
     def nearest(self, wanted: Condition) -> Condition:
         """The condition whose temperatures serve the wanted one; the first of equals."""

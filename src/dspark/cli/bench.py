@@ -34,6 +34,7 @@ def bench(
     ] = 3,
     target: options.Target = None,
     draft: options.Draft = None,
+    draft_length: options.DraftLength = None,
     verification: Annotated[
         str | None,
         typer.Option(
@@ -67,6 +68,7 @@ def bench(
     llm = LLM(
         target,
         draft=draft or "auto",
+        draft_length=draft_length,
         weights=weights_value(weights),
         threads=threads,
         progress=progress,

@@ -72,6 +72,7 @@ def chat(
     ] = None,
     target: options.Target = None,
     draft: options.Draft = None,
+    draft_length: options.DraftLength = None,
     policy: options.Policy = None,
     verification: options.Verification = None,
     temperature: options.Temperature = 0.7,
@@ -101,6 +102,7 @@ def chat(
     llm = LLM(
         target,
         draft=draft or "auto",
+        draft_length=draft_length,
         policy=policy,
         weights=weights_value(weights),
         threads=threads,

@@ -20,6 +20,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(help="Texts per prompt, each with its own seed.")] = 1,
     target: options.Target = None,
     draft: options.Draft = None,
+    draft_length: options.DraftLength = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -62,6 +63,7 @@ def evaluate(
     llm = LLM(
         target,
         draft=draft or "auto",
+        draft_length=draft_length,
         weights=weights_value(weights),
         threads=threads,
         max_requests=max_requests,

@@ -32,6 +32,7 @@ def generate(
     ] = False,
     target: options.Target = None,
     draft: options.Draft = None,
+    draft_length: options.DraftLength = None,
     policy: options.Policy = None,
     verification: options.Verification = None,
     temperature: options.Temperature = 0.0,
@@ -81,6 +82,7 @@ def generate(
     llm = LLM(
         target,
         draft=draft or "auto",
+        draft_length=draft_length,
         policy=policy,
         weights=weights_value(weights),
         threads=threads,

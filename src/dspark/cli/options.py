@@ -24,6 +24,14 @@ Draft = Annotated[
         show_default=False,
     ),
 ]
+DraftLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Draft at most so many tokens a round. Default: the drafter's whole block; N with "
+        "policy fixed:N.",
+        show_default=False,
+    ),
+]
 Policy = Annotated[
     str | None,
     typer.Option(

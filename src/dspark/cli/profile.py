@@ -46,6 +46,7 @@ def profile(
     ] = None,
     target: options.Target = None,
     draft: options.Draft = None,
+    draft_length: options.DraftLength = None,
     weights: options.Weights = None,
     threads: options.Threads = None,
     json: options.Json = False,
@@ -75,6 +76,7 @@ def profile(
     llm = LLM(
         target,
         draft=draft or "auto",
+        draft_length=draft_length,
         policy="off",
         weights=weights_value(weights),
         threads=threads,

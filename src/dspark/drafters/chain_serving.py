@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -57,6 +59,12 @@ class ChainDrafter:
         self._fuse, self._join = _entrance(model, packed)
         self._norm = weight_of(model.norm.weight)
         self._proposals = ProposalHead(binding, candidates, draft_token_ids, linear_factory)
+
+    def shortened(self, block_size: int) -> Self:
+        """See `Drafter.shortened`."""
+        shorter = copy(self)
+        shorter.block_size = min(block_size, self.block_size)
+        return shorter
 
     @torch.inference_mode()
     def extend_context(

@@ -5,6 +5,8 @@ every trained one has a floor to beat (Saxena 2023, "prompt lookup decoding").
 """
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,12 @@ class PromptLookup:
             )
         self.block_size = block_size
         self.longest, self.shortest = longest, shortest
+
+    def shortened(self, block_size: int) -> Self:
+        """See `Drafter.shortened`."""
+        shorter = copy(self)
+        shorter.block_size = min(block_size, self.block_size)
+        return shorter
 
     def extend_context(
         self,

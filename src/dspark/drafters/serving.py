@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -80,6 +82,12 @@ class DSparkDrafter:
             if confidence
             else None
         )
+
+    def shortened(self, block_size: int) -> Self:
+        """See `Drafter.shortened`."""
+        shorter = copy(self)
+        shorter.block_size = min(block_size, self.block_size)
+        return shorter
 
     @torch.inference_mode()
     def extend_context(

@@ -69,6 +69,9 @@ class Engine:
             raise ConfigError(f"policy {policy.name!r} needs a drafter; give one, or use off")
         self.target = target
         self.drafter = drafter if policy.drafts else None
+        longest = policy.longest
+        if self.drafter is not None and longest is not None and longest < self.drafter.block_size:
+            self.drafter = self.drafter.shortened(longest)
         self.policy = policy.fresh()
         self.calibration: Calibration = calibration or Uncalibrated()
         self.config = config or EngineConfig()

@@ -13,7 +13,7 @@ Shape legend, used all over the torch rooms:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -167,6 +167,11 @@ class Drafter(Protocol):
     """Empty: it keeps no context, and `extend_context` is never called."""
     kv_shape: KVShape
     """Context K/V the drafter keeps, in a store of its own that shares the target's page tables."""
+
+    def shortened(self, block_size: int) -> Self:
+        """The same drafter, weights shared, with blocks of at most `block_size` tokens: what a
+        policy will never verify need not be drafted."""
+        ...
 
     def extend_context(
         self,

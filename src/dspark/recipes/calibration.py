@@ -32,9 +32,15 @@ def read_calibration(bundle: Bundle) -> CalibrationTable | None:
 
 
 def serving_calibration(
-    bundle: Bundle, say: Callable[[str], None], *, recalibrate: bool = False
+    bundle: Bundle,
+    say: Callable[[str], None],
+    *,
+    draft_length: int | None = None,
+    recalibrate: bool = False,
 ) -> Calibration:
     """What an engine takes. `say` is told what it is, of every substitute condition and refit.
+
+    draft_length: tokens of a served block, whose positions keep their temperatures; None is all.
 
     recalibrate: follow what is served; ConfigError without a confidence head.
     """
@@ -54,11 +60,11 @@ def serving_calibration(
         )
     else:
         say(f"calibration: {'; '.join(str(condition) for condition in table.entries)}")
-    temperatures = {} if table is None else table.temperatures
+    length = draft_length or bundle.config.block_size
+    whole = {} if table is None else table.temperatures
+    temperatures = {condition: values[:length] for condition, values in whole.items()}
     if recalibrate:
-        return OnlineCalibration(
-            temperatures, candidate_set(bundle), bundle.config.block_size, say=say
-        )
+        return OnlineCalibration(temperatures, candidate_set(bundle), length, say=say)
     if not temperatures:
         return Uncalibrated()
     return FixedCalibration(temperatures, candidate_set(bundle), say=say)

@@ -40,7 +40,10 @@ class LLM:
     policy: see `dspark.scheduling.parse`; None is the bundle's own, else the whole block; off
         without a drafter. One that weighs cost needs a table that `dspark profile` has measured
         here; where there is none a fixed length stands in, and a line says so.
-    weights: kind of packed CPU weights (fp32, bf16, fp16, int8); None picks for the processor.
+    draft_length: draft at most so many tokens a round, instead of the drafter's whole block: a
+        cheaper draft where verifying many is dear. A `fixed:N` policy drafts N in any case.
+    weights: kind of packed CPU weights (fp32, bf16, fp16, int8, q4); None picks what suits the
+        weights and the processor.
     threads: CPU threads for torch; None leaves torch's own choice.
     max_requests: how many prompts decode at once; more wait.
     calibrated: use the bundle's `calibration.json`; False only to measure the head as it is.
@@ -57,6 +60,7 @@ class LLM:
         *,
         draft: str | Path | None = "auto",
         policy: str | None = None,
+        draft_length: int | None = None,
         weights: WeightKind | None = None,
         threads: int | None = None,
         max_requests: int = 32,
@@ -73,9 +77,13 @@ class LLM:
             draft = shipped_bundle() if target is None else None
         # Before the target, which takes longer: a wrong path is told at once.
         bundle = None if draft is None or draft == LOOKUP else read_bundle(Path(draft))
+        if draft_length is not None and draft_length < 1:
+            raise ConfigError(f"draft_length is {draft_length}; it must be at least 1, or None")
         self.calibration: Calibration = Uncalibrated()
         if bundle is not None and calibrated:
-            self.calibration = serving_calibration(bundle, progress.say, recalibrate=recalibrate)
+            self.calibration = serving_calibration(
+                bundle, progress.say, draft_length=draft_length, recalibrate=recalibrate
+            )
         elif recalibrate:
             raise ConfigError("recalibration needs a draft bundle, used with its calibration")
         self._probes = recalibrate
@@ -109,6 +117,9 @@ class LLM:
             self.drafter = make_drafter(bundle, self.loaded)
             self._bundle_policy = None if bundle.info is None else bundle.info.policy
             self._has_confidence = bundle.config.has_confidence
+        self._draft_length = draft_length
+        if draft_length is not None and self.drafter is not None:
+            self.drafter = self.drafter.shortened(draft_length)
         self.policy = self.resolve_policy(policy)
 
     def resolve_policy(self, text: str | None) -> Policy:
@@ -133,16 +144,23 @@ class LLM:
 
     @property
     def default_policy(self) -> str:
-        """What the bundle names, else its whole block; off without a drafter."""
+        """What the bundle names, else its whole block; off without a drafter. A `draft_length` goes
+        before a length that the bundle names."""
         if self.drafter is None:
             return "off"
-        return self._bundle_policy or f"fixed:{self.drafter.block_size}"
+        named = self._bundle_policy
+        if named is None or (self._draft_length is not None and named.startswith("fixed:")):
+            return f"fixed:{self.drafter.block_size}"
+        return named
 
     @property
     def fingerprint(self) -> Fingerprint:
         """What a cost table must have been measured with to hold here."""
         path = self._bundle_path
-        return fingerprint_of(self.loaded, LOOKUP if path is None else drafter_id(path))
+        name = LOOKUP if path is None else drafter_id(path)
+        if self._draft_length is not None and self.drafter is not None:
+            name += f", blocks of {self.drafter.block_size}"
+        return fingerprint_of(self.loaded, name)
 
     def cost_model(self) -> CostModel | None:
         """What steps cost on this machine; None where it has not been measured.

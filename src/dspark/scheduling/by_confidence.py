@@ -49,6 +49,7 @@ class ByConfidence(ABC):
 
     form: ClassVar[str]
     drafts: ClassVar[bool] = True
+    longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
 
     def __init__(self, cost: RoundCost, gate: Gate | None = None) -> None:

@@ -70,6 +70,11 @@ class Policy(Protocol):
         """The verification rules under which it is lossless."""
         ...
 
+    @property
+    def longest(self) -> int | None:
+        """The most it will ever admit for a request, so that no more is drafted; None: a block."""
+        ...
+
     def wants_draft(self, view: RoundView) -> BoolArray:
         """Which requests [R] to draft for. Called before drafting: survival is None."""
         ...
@@ -97,6 +102,7 @@ class Off:
 
     name: ClassVar[str] = "off"
     drafts: ClassVar[bool] = False
+    longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
 
     def wants_draft(self, view: RoundView) -> BoolArray:
@@ -124,6 +130,10 @@ class FixedLength:
     def name(self) -> str:
         return f"fixed:{self.length}"
 
+    @property
+    def longest(self) -> int | None:
+        return self.length
+
     def wants_draft(self, view: RoundView) -> BoolArray:
         return view.max_admit_R > 0
 
@@ -147,6 +157,7 @@ class Threshold:
 
     least: float
     drafts: ClassVar[bool] = True
+    longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
 
     @property

@@ -33,6 +33,10 @@ class Probing:
         return self.policy.drafts
 
     @property
+    def longest(self) -> int | None:
+        return None  # a probe verifies a whole block
+
+    @property
     def rules(self) -> frozenset[VerificationRule]:
         return self.policy.rules
 
