@@ -117,7 +117,6 @@ def test_guided_decides_where_the_text_ends(other):
         ({"banned_token_ids": tuple(range(VOCAB))}, "banned_token_ids has every token"),
         ({"stop": "x"}, "stop strings need a tokenizer"),
         ({"guided": Guided.regex("a")}, "guided decoding needs a tokenizer"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
     ],
 )
 def test_what_this_engine_cannot_do(params, message):

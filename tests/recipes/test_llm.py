@@ -44,6 +44,23 @@ def test_prompt_lookup_needs_no_bundle(target_folder, plain):
     assert max(o.accepted_length for o in outputs) > 1.0
 
 
+def test_log_probabilities_of_prompts(llm):
+    params = [
+        SamplingParams(max_new_tokens=0, prompt_logprobs=2),
+        SamplingParams(max_new_tokens=4, prompt_logprobs=2, n=2, ignore_eos=True),
+        GREEDY,
+    ]
+    scored, both, none = llm.generate([PROMPTS[1]] * 3, params)
+    assert scored.token_ids == () and scored.text == "" and scored.finish_reason == "length"
+    assert scored.prompt_logprobs[0] is None
+    tokens = [own.token for own in scored.prompt_logprobs[1:]]
+    assert tokens == list(scored.prompt_token_ids[1:])
+    assert all(len(own.top) == 2 and own.logprob <= 0 for own in scored.prompt_logprobs[1:])
+    assert both.prompt_logprobs == scored.prompt_logprobs
+    assert len(both.choices) == 2 and len(both.token_ids) == 4
+    assert none.prompt_logprobs == ()
+
+
 def test_one_prompt_many_forms(llm, tokenizer):
     ids = tokenizer(PROMPTS[0])["input_ids"]
     forms = [llm.generate(form, GREEDY)[0] for form in (PROMPTS[0], ids, [ids], [PROMPTS[0]])]

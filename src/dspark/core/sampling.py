@@ -47,6 +47,7 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = ()
     """Never generated."""
     max_new_tokens: int = 256
+    """0 generates nothing, and is for `prompt_logprobs` alone."""
     min_tokens: int = 0
     """So many tokens come before one that ends the text; until then, end-of-sequence and stop
     tokens are forbidden and stop strings are not looked for."""
@@ -71,7 +72,8 @@ class SamplingParams:
     """Log-probabilities of the generated tokens and of so many likeliest ones beside them. They are
     the target's own, before bias, penalties, masks, temperature and truncation, as in vLLM."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, each given the ones before it."""
+    """The same for the tokens of the prompt, each given the ones before it. The whole prompt is
+    computed then, whatever the prefix cache knows of it."""
     guided: Guided | None = None
     """What the text must match: JSON of a schema, a regular expression or a grammar."""
 
@@ -90,7 +92,9 @@ class SamplingParams:
         value = self.repetition_penalty
         ok = _real(value) and 0.01 <= value <= 100.0
         _check(ok, "repetition_penalty", value, "in [0.01, 100]; 1 is off")
-        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        least = 1 if self.prompt_logprobs is None else 0
+        allowed = "at least 1, or 0 with prompt_logprobs"
+        _check(self.max_new_tokens >= least, "max_new_tokens", self.max_new_tokens, allowed)
         ok = 0 <= self.min_tokens <= self.max_new_tokens
         _check(ok, "min_tokens", self.min_tokens, f"in [0, max_new_tokens = {self.max_new_tokens}]")
         _check(1 <= self.n <= MOST_CHOICES, "n", self.n, f"in [1, {MOST_CHOICES}]")

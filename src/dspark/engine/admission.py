@@ -41,5 +41,3 @@ def check_request(
         ):
             if asked:
                 raise ConfigError(f"{what} a tokenizer; this engine knows token ids only")
-    if params.prompt_logprobs is not None:
-        raise ConfigError("prompt_logprobs is not supported yet; leave it out")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark.engine.logprobs import rows_to_score
 from dspark.engine.request import RequestState
 from dspark.nn.seams import DraftBlock, RaggedBatch
 
@@ -14,9 +15,10 @@ from dspark.nn.seams import DraftBlock, RaggedBatch
 class StepBatch:
     ragged: RaggedBatch
     logit_rows_M: Tensor
-    """Rows that are sampled from: all of decoding requests, the last of a prompt that ends."""
+    """Rows that are sampled from (all of decoding requests, the last of a prompt that ends), then
+    those of prompts that are scored."""
     row_params: tuple[int, ...]
-    """For each of the M rows: index into `sampled`."""
+    """For each of the rows that are sampled from: index into `sampled`."""
     sampled: tuple[RequestState, ...]
     """Requests that get a token this step: the decoding ones, then those whose prompt ends here."""
     admitted: tuple[int, ...]
@@ -25,6 +27,8 @@ class StepBatch:
     """Per sampled request: its first of the M rows."""
     prefill: tuple[tuple[RequestState, int], ...]
     """Prefilling requests and the tokens of theirs in this step."""
+    scored: tuple[slice, ...]
+    """Per prefilling request: those of the M rows that its prompt is scored from."""
 
 
 def build_batch(
@@ -61,13 +65,18 @@ def build_batch(
         start = starts[-1]
         starts.append(start + len(tokens))
         decodes = index < len(decoding)
-        ends_prompt = not state.output and state.cached + len(tokens) == state.known
-        if decodes or ends_prompt:
+        begins = not state.output and state.cached + len(tokens) == state.known
+        if decodes or (begins and not state.request.scores_only):
             first_rows.append(len(logit_rows))
             rows = range(start, starts[-1]) if decodes else range(starts[-1] - 1, starts[-1])
             logit_rows += rows
             row_params += [len(sampled)] * len(rows)
             sampled.append(state)
+    scored = []
+    for start, (state, count) in zip(starts[len(decoding) :], chunks, strict=False):
+        asked = rows_to_score(state, count)
+        scored.append(slice(len(logit_rows), len(logit_rows) + len(asked)))
+        logit_rows += [start + row for row in asked]
     in_prompt = (state.cached < len(state.request.prompt) for state, _ in runs)
     first_prompt = next((r for r, own in enumerate(in_prompt) if own), len(runs))
     spans = [(state, state.cached, state.cached + len(tokens)) for state, tokens in runs]
@@ -92,4 +101,5 @@ def build_batch(
         admitted=(*admitted, *[0] * (len(sampled) - len(decoding))),
         first_rows=tuple(first_rows),
         prefill=tuple(chunks),
+        scored=tuple(scored),
     )

@@ -30,7 +30,7 @@ from dspark.engine.constraints import (
 from dspark.engine.draft_context import DraftContext
 from dspark.engine.ending import walk
 from dspark.engine.guided import GrammarCompiler
-from dspark.engine.logprobs import token_logprobs
+from dspark.engine.logprobs import score_prompt, share_rows, token_logprobs
 from dspark.engine.memory import KVMemory
 from dspark.engine.places import Places
 from dspark.engine.request import Request, RequestState, TokenEvent
@@ -200,7 +200,9 @@ class Engine:
         started = clock()
         self.places.prepare_step()
         decoding = [state for state in self.running if not state.prefilling]
-        prefilling = [state for state in self.running if state.prefilling]
+        prefilling = share_rows(
+            [state for state in self.running if state.prefilling], self.config.chunk_tokens
+        )
         for state in decoding:
             state.rounds += 1  # before it drafts: an abandoned round has used its number up
         snapshot = self.calibration.snapshot()  # one for the whole round
@@ -264,7 +266,8 @@ class Engine:
     ) -> Verified | None:
         if not batch.sampled:
             return None
-        logits_MV, dead_M = target_logits(batch, draft, output.logits_MV)
+        logits_MV = output.logits_MV[: len(batch.row_params)]
+        logits_MV, dead_M = target_logits(batch, draft, logits_MV)
         params = [state.request.params for state in batch.sampled]
         probs_MV = probs_from_logits(
             logits_MV, SamplingRows.of(params, batch.row_params, logits_MV.device)
@@ -290,7 +293,7 @@ class Engine:
         for state, count in batch.prefill:
             self._rebuilt += max(0, min(state.cached + count, state.computed) - state.cached)
             state.cached += count
-        events: list[TokenEvent] = []
+        events = self._score(batch, output)
         rounds: list[RoundRecord] = []
         if verified is None:
             return events, rounds
@@ -337,12 +340,31 @@ class Engine:
                     logprobs=token_logprobs(
                         state.request.params, output.logits_MV, batch.first_rows[r], tokens
                     ),
+                    prompt_logprobs=tuple(state.prompt_logprobs) if first else (),
                     stopped_by=walked.stopped_by,
                 )
             )
             if finished is not None:
                 self.places.retire(state)
         return events, rounds
+
+    def _score(self, batch: StepBatch, output: TargetOutput) -> list[TokenEvent]:
+        """Prompts' log-probabilities; ends what has all of them and wants no token."""
+        events = []
+        for (state, _), rows in zip(batch.prefill, batch.scored, strict=True):
+            own = state.request
+            if own.params.prompt_logprobs is None or state.output:
+                continue
+            score_prompt(state, output.logits_MV[rows])
+            if state.error is not None and state not in batch.sampled:
+                events.append(self._fail(state, state.error))
+            elif own.scores_only and not state.prefilling:
+                scores = tuple(state.prompt_logprobs)
+                events.append(
+                    TokenEvent(own.id, (), (), "length", own.choice, prompt_logprobs=scores)
+                )
+                self.places.retire(state)
+        return events
 
     def _extend_draft_context(
         self, batch: StepBatch, verified: Verified | None, output: TargetOutput

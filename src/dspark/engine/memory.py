@@ -157,7 +157,7 @@ class KVMemory:
     def is_coming(self, state: RequestState, running: Iterable[RequestState]) -> bool:
         """Whether somebody is computing the very page that this request would compute first."""
         known = len(self._find(state)[0])
-        if known == len(state.digests):
+        if known == len(state.shareable):
             return False
         return any(
             other.prefilling
@@ -173,7 +173,7 @@ class KVMemory:
 
     def _find(self, state: RequestState) -> tuple[list[int], bool]:
         exact = state.request.exact and self.config.row_exact
-        return self.index.find(state.digests, exact=exact)
+        return self.index.find(state.shareable, exact=exact)
 
     def _copy(self, copies: PageCopies) -> None:
         for store in (self.store, self.draft_store):

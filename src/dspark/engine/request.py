@@ -37,6 +37,11 @@ class Request:
         return self.params.temperature == 0 or self.params.rule == "coupled"
 
     @property
+    def scores_only(self) -> bool:
+        """It wants its prompt's log-probabilities and no token."""
+        return self.params.max_new_tokens == 0
+
+    @property
     def most_tokens(self) -> int:
         """Positions it can ever hold."""
         return len(self.prompt) + self.params.max_new_tokens
@@ -62,8 +67,8 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One a token, where the request asks for them."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """In a request's first event with tokens, where it asks for them: one a prompt token; None for
-    the first, which nothing comes before."""
+    """In a request's first event that is no failure, where it asks for them: one a prompt token;
+    None for the first, which nothing comes before."""
     stopped_by: int | str | None = None
     """With "stop": the token id or stop string that ended the text."""
     error: DSparkError | None = None
@@ -96,6 +101,8 @@ class RequestState:
     """Pages that the prefix cache knows, or was offered."""
     exact_prefix: bool = True
     """Every step that computed the cached part of the prompt was row-exact."""
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """Those of a prompt's first tokens so far, where asked for; a preemption loses none."""
     output: list[int] = field(default_factory=list)
     rounds: int = 0
     """Number of the running or last round. Prefill's first token is round 0; a decode step takes a
@@ -131,7 +138,15 @@ class RequestState:
     def reach(self, start: int, block_size: int) -> int:
         """Positions below this may be written by a round whose anchor is at `start`, the draft
         block's own keys and values included, though the text may end before them."""
-        return start + 1 + block_size
+        return start if self.request.scores_only else start + 1 + block_size
+
+    @property
+    def shareable(self) -> tuple[bytes, ...]:
+        """Digests of the pages that it may take from the prefix cache: rows of a prompt that are
+        still to be scored must be computed."""
+        if self.request.params.prompt_logprobs is None:
+            return self.digests
+        return self.digests[: max(0, len(self.prompt_logprobs) - 1) // self.table.page_size]
 
     @property
     def anchor(self) -> int:

@@ -49,6 +49,9 @@ class RequestOutput:
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...]
+    """One a prompt token where they were asked for, under the target itself; None for the first,
+    which nothing comes before."""
     seed: int
     """The seed that repeats these tokens (under `rejection`: only under the same schedule)."""
 
@@ -96,6 +99,8 @@ class StreamPiece:
     finish_reason: FinishReason | None
     choice: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """With a choice's first piece, where they are asked for."""
     error: DSparkError | None = None
     """With "error": why it ended. `Generation.run` raises it; who iterates looks here."""
 
@@ -180,6 +185,7 @@ class Generation:
             event.finished,
             event.choice,
             event.logprobs,
+            event.prompt_logprobs,
             event.error,
         )
 
@@ -211,9 +217,17 @@ class Generation:
         choices: list[list[Choice]] = [[] for _ in self._prompts]
         for request, written in self._written.items():
             choices[written.prompt].append(_choice(written, rounds[request]))
+        scores: list[tuple[TokenLogprob | None, ...]] = [()] * len(self._prompts)
+        for written in self._written.values():
+            for event in written.events[:1]:  # the same in every choice
+                scores[written.prompt] = event.prompt_logprobs or scores[written.prompt]
         return [
-            RequestOutput(prompt_token_ids=prompt, choices=tuple(own), seed=seed)
-            for prompt, own, seed in zip(self._prompts, choices, self._seeds, strict=True)
+            RequestOutput(
+                prompt_token_ids=prompt, choices=tuple(own), prompt_logprobs=known, seed=seed
+            )
+            for prompt, own, known, seed in zip(
+                self._prompts, choices, scores, self._seeds, strict=True
+            )
         ]
 
 
