@@ -91,6 +91,29 @@ def pack(
     )
 
 
+def share_of(packed: PackedBlocks, part: int, parts: int) -> PackedBlocks:
+    """One of `parts` equal runs of neighbouring blocks, over the context rows that they see.
+
+    The shares of a batch hold its blocks in order, each once.
+    """
+    count, rest = divmod(len(packed.anchor_positions_A), parts)
+    assert not rest, (len(packed.anchor_positions_A), parts)
+    starts = np.clip(packed.anchor_starts - part * count, 0, count)
+    kept_S = np.flatnonzero(np.diff(starts))
+    blocks = slice(part * count, (part + 1) * count)
+    anchor_starts = starts[[*kept_S, kept_S[-1] + 1]]
+    positions_A = packed.anchor_positions_A[blocks]
+    return PackedBlocks(
+        sequences_S=packed.sequences_S[kept_S],
+        context_starts=_offsets(iter(positions_A[anchor_starts[1:] - 1].tolist())),
+        anchor_starts=anchor_starts,
+        anchor_positions_A=positions_A,
+        previous_AK=packed.previous_AK[blocks],
+        labels_AK=packed.labels_AK[blocks],
+        supervised_AK=packed.supervised_AK[blocks],
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Cursor:
     """Where the stream of batches stands; all that resuming needs."""

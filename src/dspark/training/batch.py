@@ -2,14 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.data.anchors import Int64Array
 from dspark.data.packing import PackedBlocks, TrainingSequence
+from dspark.data.template import TokenIds
 from dspark.drafters.model import Blocks
-from dspark.training.features import FeatureStore
+
+
+class Features(Protocol):
+    """What the target makes of a sequence, bfloat16: a `FeatureStore`, or what teachers send.
+
+    `load_batch` asks for each sequence of a batch in order, for its context and then its states.
+    """
+
+    def context(self, token_ids: TokenIds, count: int) -> Tensor:
+        """Taps [count, F] of positions 0 .. count - 1."""
+
+    def final(self, token_ids: TokenIds, positions_M: Int64Array) -> Tensor:
+        """Final hidden states [M, D] at the given positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +41,35 @@ class Batch(Blocks):
     """Row of `teacher_UD` for each of `slots_M`: ascending without gaps."""
 
 
+def slot_sources(packed: PackedBlocks, s: int) -> Int64Array:
+    """Positions whose states predict the supervised slots of sequence s of the batch, slot by slot:
+    slot k predicts token anchor + 1 + k, which the state at position anchor + k sees coming."""
+    blocks = slice(packed.anchor_starts[s], packed.anchor_starts[s + 1])
+    K = packed.supervised_AK.shape[1]
+    positions_AK: Int64Array = packed.anchor_positions_A[blocks, None] + np.arange(K)
+    return positions_AK[packed.supervised_AK[blocks]]
+
+
 def load_batch(
-    packed: PackedBlocks, sequences: Sequence[TrainingSequence], store: FeatureStore
+    packed: PackedBlocks, sequences: Sequence[TrainingSequence], features: Features
 ) -> Batch:
-    """Reads the rows of a packed batch, and no others, from the feature store."""
+    """Reads the rows of a packed batch, and no others, from the features."""
     contexts, followers, teachers, slots, teacher_rows = [], [], [], [], []
     lengths = np.diff(packed.context_starts)
     K = packed.supervised_AK.shape[1]
     found = 0
     for s, index in enumerate(packed.sequences_S):
         ids = sequences[index].token_ids
-        contexts.append(store.context(ids, int(lengths[s])))
+        contexts.append(features.context(ids, int(lengths[s])))
         followers.append(ids[1 : lengths[s] + 1].astype(np.int64))
         first, last = packed.anchor_starts[s], packed.anchor_starts[s + 1]
-        # Slot k predicts token anchor + 1 + k, which the state at position anchor + k sees coming.
-        positions_AK = packed.anchor_positions_A[first:last, None] + np.arange(K)
         chosen = np.flatnonzero(packed.supervised_AK[first:last])
-        sources = positions_AK.reshape(-1)[chosen]
+        sources = slot_sources(packed, s)
         order = np.argsort(sources, kind="stable")
         unique, inverse = np.unique(sources[order], return_inverse=True)
         slots.append(first * K + chosen[order])
         teacher_rows.append(found + inverse)
-        teachers.append(store.final(ids, unique))
+        teachers.append(features.final(ids, unique))
         found += len(unique)
     ranges_A2 = packed.context_ranges_A2
     rows_N = np.arange(packed.context_starts[-1])

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.core.errors import ConfigError
@@ -129,6 +129,26 @@ def objective(
         weight = weights_AK.sum()
         metrics["loss"] = Ratio(loss.detach() * total, weight)
     return Step(loss, metrics)
+
+
+class StepLoss(nn.Module):
+    """`objective` as a module: every parameter is used inside its forward and nowhere else, which
+    is what DDP and FSDP2 wrap."""
+
+    def __init__(
+        self, model: DraftModel, binding: Binding, head: VocabHead, config: Objective
+    ) -> None:
+        super().__init__()
+        self.model, self.binding, self.head, self.config = model, binding, head, config
+
+    def forward(
+        self, batch: Batch, total_weight: float | None = None
+    ) -> tuple[Tensor, dict[str, Ratio]]:
+        """(loss, metrics): a tuple, since the wrappers look for tensors in no class of ours."""
+        step = objective(
+            self.model, self.binding, self.head, batch, self.config, total_weight=total_weight
+        )
+        return step.loss, step.metrics
 
 
 def _metrics(

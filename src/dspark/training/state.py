@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.core.errors import DataError
+from dspark.training.ranks import full, like
 
 _NAMES = ("state.safetensors", "state.previous.safetensors")
 
@@ -52,3 +54,36 @@ def load_state(folder: Path) -> RunState | None:
     if found:
         raise DataError(f"{found[0]} is damaged and cannot be resumed; start another run folder")
     return None
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and moments, whole: what is written is the same however many ranks trained. A tensor
+    in parts is gathered, for which every drafter rank has to call this."""
+    tensors = {f"model.{name}": full(tensor) for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, tensor in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{name}.{key}"] = full(tensor)
+    return tensors
+
+
+def restore_weights(model: nn.Module, state: RunState, folder: Path) -> None:
+    """DataError if they are another model's."""
+    try:
+        model.load_state_dict(_under("model.", state.tensors))
+    except RuntimeError:
+        raise DataError(
+            f"{folder} holds a drafter of another shape; start another run folder"
+        ) from None
+
+
+def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, state: RunState) -> None:
+    for name, parameter in model.named_parameters():
+        moments = _under(f"optimizer.{name}.", state.tensors)
+        if moments:
+            optimizer.state[parameter] = {
+                key: like(tensor, parameter) for key, tensor in moments.items()
+            }
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}

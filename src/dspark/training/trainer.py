@@ -2,38 +2,47 @@
 
 Every random choice is a function of (seed, epoch, sequence), so weights, optimiser moments, the
 step and the cursor are the whole state: a run that was killed and resumed ends in the same bits
-(law 9).
+(law 9). With several ranks each trains on its share of every batch, and all take the same steps.
 """
 
-import hashlib
-import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dspark.core.errors import DataError, DSparkError
-from dspark.data.packing import BatchStream, Cursor, TrainingSequence, every_block
+from dspark.data.packing import Cursor, PackedBlocks, TrainingSequence
 from dspark.drafters.model import DraftModel
 from dspark.nn.seams import Binding
-from dspark.training.batch import Batch, load_batch
+from dspark.training.batch import Batch, Features, load_batch
 from dspark.training.config import TrainConfig
-from dspark.training.features import FeatureStore
-from dspark.training.objective import Ratio, Step, objective
-from dspark.training.state import RunState, load_state, save_state
+from dspark.training.interrupt import deferred_interrupt
+from dspark.training.metrics import Metrics, MetricsFile, add, nothing, numbers
+from dspark.training.objective import Ratio, StepLoss, slot_weights
+from dspark.training.ranks import ALONE, Command, Ranks, full
+from dspark.training.schedule import (
+    batch_stream,
+    fingerprint,
+    validation_batches,
+    validation_rounds,
+)
+from dspark.training.state import (
+    RunState,
+    load_state,
+    restore_moments,
+    restore_weights,
+    save_state,
+    state_tensors,
+)
+from dspark.training.teacher import Received
 from dspark.training.vocab_head import VocabHead
-
-Metrics = dict[str, Any]
-"""Name -> number, or one number a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +66,40 @@ class Trainer:
         self,
         model: DraftModel,
         binding: Binding,
-        store: FeatureStore,
+        features: Features,
         sequences: Sequence[TrainingSequence],
         held_out: Sequence[TrainingSequence],
         config: TrainConfig,
         folder: Path | str,
         *,
+        ranks: Ranks = ALONE,
         clock: Callable[[], float] = time.monotonic,
         report: Callable[[Metrics], None] = lambda metrics: None,
     ) -> None:
-        """Starts the run, or resumes it if the folder holds its state.
+        """Starts the run, or resumes it if the folder holds its state, whichever number of ranks
+        wrote it. Drafter ranks construct it together, with the same arguments.
 
-        `report` gets every line of metrics. Raises DataError or ConfigError where the folder holds
-        another run.
+        `report` gets every line of metrics, on the first rank. Raises DataError or ConfigError
+        where the folder holds another run.
         """
-        self.model, self.binding, self.store, self.config = model, binding, store, config
+        ranks.check_divides(config.anchors_per_step)
+        self.model, self.features, self.config = model, features, config
         self.sequences, self.held_out = sequences, held_out
         self.folder = Path(folder)
-        self.clock, self.report = clock, report
+        self.file = MetricsFile(self.folder / "metrics.jsonl")
+        self.ranks, self.clock, self.report = ranks, clock, report
         self.block_size = model.config.block_size
         self.dtype = config.torch_dtype
         self.head = VocabHead(binding, model.latent_size, self.dtype)
-        self.stream = BatchStream(
-            sequences,
-            anchors_per_batch=config.anchors_per_step,
-            anchors_per_sequence=config.anchors_per_sequence,
-            block_size=self.block_size,
-            seed=config.seed,
-        )
+        self.stream = batch_stream(sequences, config, self.block_size)
+        self.step, self.positions, self.seconds = 0, 0, 0.0
+        self.window: dict[str, Ratio] = {}
+        state = load_state(self.folder)
+        if state is not None:
+            self._restore(state)
+        # Nothing is written before every rank has read.
+        ranks.check_same(self.step, f"state in {self.folder}")
+        self.loss = ranks.wrap(StepLoss(model, binding, self.head, config.objective), model)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=config.learning_rate,
@@ -92,23 +107,24 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.step, self.positions, self.seconds = 0, 0, 0.0
-        self.window: dict[str, Ratio] = {}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        state = load_state(self.folder)
         if state is not None:
-            self._restore(state)
-        self._trim_metrics()
+            restore_moments(model, self.optimizer, state)
+        if ranks.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file.trim(self.step)
 
     def training_step(self) -> None:
-        """Forward, backward, update: one batch of `anchors_per_step` blocks."""
-        batch = load_batch(self.stream.next_batch(), self.sequences, self.store)
+        """Forward, backward, update: this rank's share of a batch of `anchors_per_step` blocks."""
+        self.ranks.tell(Command.STEP, self.stream.cursor)
+        whole = self.stream.next_batch()
+        batch = self._load(self.ranks.share(whole), self.sequences)
         with self._autocast():
-            step = objective(self.model, self.binding, self.head, batch, self.config.objective)
-        step.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        if not (math.isfinite(step.loss.item()) and math.isfinite(norm.item())):
-            raise self._not_finite(batch, step, norm.item())
+            loss, metrics = self.loss(batch, self._weight(whole))
+        (loss * self.ranks.drafters).backward()  # the mean over ranks is the sum of their losses
+        norm = full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
+        finite = math.isfinite(loss.item()) and math.isfinite(norm.item())
+        if any(self.ranks.any(not finite)):
+            raise self._not_finite(batch, loss.item(), norm.item())
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(self.step)
         self.optimizer.step()
@@ -116,16 +132,20 @@ class Trainer:
         self.step += 1
         self.positions += self.config.anchors_per_step * self.block_size
         one = torch.ones(())
-        _add(self.window, {**step.metrics, "gradient_norm": Ratio(norm, one)})
+        add(self.window, {**metrics, "gradient_norm": Ratio(norm, one)})
 
     def run(self) -> TrainResult:
         """Trains to the end, `max_seconds` or Ctrl-C (KeyboardInterrupt, after saving)."""
+        with self.ranks.teaching():
+            return self._run()
+
+    def _run(self) -> TrainResult:
         if self.step == 0:
             self.save()  # the starting weights are part of the run
         begun = last_save = mark = self.clock()
         resumed_at = self.step
         self.model.train()
-        with _deferred_interrupt() as interrupted:
+        with deferred_interrupt() as interrupted:
             while self.step < self.config.steps:
                 self.training_step()
                 now = self.clock()
@@ -135,16 +155,18 @@ class Trainer:
                     self._log_window()
                 if self.step % self.config.validate_every == 0 and self.step < self.config.steps:
                     self._log({"step": self.step, "validation": self.validate()})
-                limit = self.config.max_seconds
-                stop = interrupted() or (limit is not None and now - begun >= limit)
+                due, late, pressed = self.ranks.any(
+                    now - last_save >= self.config.save_every_seconds,
+                    now - begun >= (self.config.max_seconds or math.inf),
+                    interrupted(),
+                )
                 # The last step, too: validation takes its time, and may be interrupted.
-                due = self.step == self.config.steps or stop
-                if due or now - last_save >= self.config.save_every_seconds:
+                if due or late or pressed or self.step == self.config.steps:
                     self.save()
                     last_save = now
-                if interrupted():
+                if pressed:
                     raise KeyboardInterrupt
-                if stop:
+                if late:
                     break
         finished = self.step >= self.config.steps
         validation = self.validate()
@@ -160,77 +182,80 @@ class Trainer:
     def validate(self) -> Metrics:
         """Analytic numbers on the held-out responses: always the same blocks."""
         totals: dict[str, Ratio] = {}
-        for packed in every_block(
-            self.held_out,
-            anchors_per_batch=self.config.anchors_per_step,
-            anchors_per_sequence=self.config.validation_anchors,
-            block_size=self.block_size,
-        ):
-            batch = load_batch(packed, self.held_out, self.store)
+        batches = validation_batches(self.held_out, self.config, self.block_size)
+        self.ranks.tell(Command.VALIDATION)
+        for taken in validation_rounds(len(batches), self.ranks.drafters):
+            index = taken[self.ranks.rank]
+            batch = self._load(batches[index], self.held_out)
             with self._autocast():
-                step = objective(self.model, self.binding, self.head, batch, self.config.objective)
-            _add(totals, step.metrics)
-        return _numbers(totals)
+                _, metrics = self.loss(batch)
+            counts = index not in taken[: self.ranks.rank]
+            add(totals, metrics if counts else nothing(metrics))
+        return numbers(self.ranks.add(totals))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's tensors, whole. Drafter ranks call it together."""
+        return {name: full(tensor) for name, tensor in self.model.state_dict().items()}
 
     def save(self) -> None:
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        for name, parameter in self.model.named_parameters():
-            for key, tensor in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{name}.{key}"] = tensor
-        numbers = {
+        tensors = state_tensors(self.model, self.optimizer)
+        if not self.ranks.is_first:
+            return
+        progress = {
             "step": self.step,
             "positions": self.positions,
             "seconds": self.seconds,
             "cursor": [self.stream.cursor.epoch, self.stream.cursor.index],
             "config": self.config.to_dict(),
-            "data": _fingerprint(self.sequences),
+            "data": fingerprint(self.sequences),
             "compute_dtype": str(self.dtype),
         }
-        save_state(self.folder, RunState(tensors, numbers))
+        save_state(self.folder, RunState(tensors, progress))
 
     def _restore(self, state: RunState) -> None:
-        numbers = state.numbers
-        self.config.check_resume(numbers["config"])
-        if numbers["data"] != _fingerprint(self.sequences):
+        saved = state.numbers
+        self.config.check_resume(saved["config"])
+        if saved["data"] != fingerprint(self.sequences):
             raise DataError(
                 f"the training sequences are not those {self.folder} was started with; "
                 f"start another run folder from its last bundle"
             )
-        if numbers["compute_dtype"] != str(self.dtype):
+        if saved["compute_dtype"] != str(self.dtype):
             raise DataError(
-                f"{self.folder} was computed in {numbers['compute_dtype']}, here it would be "
+                f"{self.folder} was computed in {saved['compute_dtype']}, here it would be "
                 f"{self.dtype}; start another run folder"
             )
-        prefix = "model."
-        weights = {k[len(prefix) :]: v for k, v in state.tensors.items() if k.startswith(prefix)}
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError:
-            raise DataError(
-                f"{self.folder} holds a drafter of another shape; start another run folder"
-            ) from None
-        for name, parameter in self.model.named_parameters():
-            entry = f"optimizer.{name}."
-            moments = {k[len(entry) :]: v for k, v in state.tensors.items() if k.startswith(entry)}
-            if moments:
-                self.optimizer.state[parameter] = moments
-        self.step, self.positions = numbers["step"], numbers["positions"]
-        self.seconds = numbers["seconds"]
-        self.stream.cursor = Cursor(*numbers["cursor"])
+        restore_weights(self.model, state, self.folder)
+        self.step, self.positions = saved["step"], saved["positions"]
+        self.seconds = saved["seconds"]
+        self.stream.cursor = Cursor(*saved["cursor"])
+
+    def _load(self, packed: PackedBlocks, sequences: Sequence[TrainingSequence]) -> Batch:
+        if isinstance(self.features, Received):
+            self.features.start_batch()
+        return load_batch(packed, sequences, self.features)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
-    def _not_finite(self, batch: Batch, step: Step, norm: float) -> DSparkError:
-        path = self.folder / f"bad-batch-{self.step}.safetensors"
+    def _weight(self, whole: PackedBlocks) -> float:
+        """Of all supervised slots of a step, on all ranks."""
+        supervised_AK = torch.from_numpy(whole.supervised_AK)
+        return slot_weights(supervised_AK, self.config.objective.loss_decay).sum().item()
+
+    def _not_finite(self, batch: Batch, loss: float, norm: float) -> DSparkError:
+        # The one thing that every rank writes: nobody else has its share.
+        rank = "" if self.ranks.drafters == 1 else f"-rank-{self.ranks.rank}"
+        path = self.folder / f"bad-batch-{self.step}{rank}.safetensors"
         save_file({item.name: getattr(batch, item.name) for item in fields(Batch)}, path)
         return DSparkError(
-            f"step {self.step}: the loss is {step.loss.item()} and the gradient norm {norm}; "
+            f"step {self.step}: the loss is {loss} and the gradient norm {norm}; "
             f"the weights are those before this step, its batch is in {path}; "
             f"lower learning_rate, or check the features"
         )
 
     def _log_window(self) -> None:
+        window = self.ranks.add(self.window)
         rate = self.positions / self.seconds if self.seconds else 0.0
         self._log(
             {
@@ -238,58 +263,13 @@ class Trainer:
                 "seconds": round(self.seconds, 1),
                 "positions_per_second": round(rate),
                 "learning_rate": self.config.learning_rate_at(self.step - 1),
-                **_numbers(self.window),
+                **numbers(window),
             }
         )
         self.window = {}
 
     def _log(self, metrics: Metrics) -> None:
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        if not self.ranks.is_first:
+            return
+        self.file.append(metrics)
         self.report(metrics)
-
-    def _trim_metrics(self) -> None:
-        """Drops a torn last line, and the lines of steps taken after the last save."""
-        path = self.folder / "metrics.jsonl"
-        if path.exists():
-            lines = path.read_text().split("\n")[:-1]
-            path.write_text("".join(f"{x}\n" for x in lines if json.loads(x)["step"] <= self.step))
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted and waits for the end of the step; a second one is not patient."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    pressed: list[bool] = []
-
-    def note(number: int, frame: object) -> None:
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(True)
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def _add(totals: dict[str, Ratio], metrics: dict[str, Ratio]) -> None:
-    for name, ratio in metrics.items():
-        totals[name] = totals[name] + ratio if name in totals else ratio
-
-
-def _numbers(totals: dict[str, Ratio]) -> Metrics:
-    values = {name: ratio.value.double() for name, ratio in totals.items()}
-    return {name: np.round(value.numpy(), 5).tolist() for name, value in values.items()}
-
-
-def _fingerprint(sequences: Sequence[TrainingSequence]) -> str:
-    digest = hashlib.sha256()
-    for sequence in sequences:
-        digest.update(len(sequence.token_ids).to_bytes(8, "little"))
-        digest.update(np.asarray(sequence.token_ids, dtype="<i4").tobytes())
-        digest.update(np.packbits(sequence.supervised).tobytes())
-    return digest.hexdigest()

@@ -1,0 +1,6 @@
+"""`python -m dspark`: the console script, for launchers that start modules (torchrun -m dspark)."""
+
+from dspark.cli.main import main
+
+if __name__ == "__main__":
+    main()
