@@ -120,6 +120,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     options.add_argument(
         "--draft", default="auto", help="draft bundle, or none (default: the shipped one)"
     )
+    options.add_argument("--draft-length", type=int, help="draft tokens a round, at most")
     options.add_argument("--weights", help="packed CPU weights (default: what suits the processor)")
     options.add_argument("--threads", type=int, default=torch.get_num_threads())
     options.add_argument("--seed", type=int, default=0)
@@ -130,6 +131,7 @@ def setup(args: argparse.Namespace, progress: Progress) -> tuple[LLM, list[Job]]
     llm = LLM(
         args.target,
         draft=None if args.draft == "none" else args.draft,
+        draft_length=args.draft_length,
         weights=weights_value(args.weights),
         threads=args.threads,
         progress=progress,

@@ -243,6 +243,7 @@ class _Script:
 
     name: ClassVar[str] = "script"
     drafts: ClassVar[bool] = True
+    longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
 
     def __init__(self) -> None:
