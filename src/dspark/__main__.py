@@ -1,4 +1,4 @@
-"""`python -m dspark`: the console script, for launchers that start modules (torchrun -m dspark)."""
+"""`python -m dspark`: the console script, for launchers that start modules."""
 
 from dspark.cli.main import main
 

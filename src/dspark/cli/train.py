@@ -79,6 +79,20 @@ def train(
         int, typer.Option(help="Longest response to train on, in tokens.")
     ] = 256,
     seed: Annotated[int, typer.Option(help="Of anchors, order and fresh weights.")] = 42,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="How several processes, started by torchrun, share the training: ddp; or fsdp, "
+            "where each holds a part of weights, gradients and moments."
+        ),
+    ] = "ddp",
+    teacher_ranks: Annotated[
+        int,
+        typer.Option(
+            help="So many of torchrun's processes run the target for the others and nothing else: "
+            "there is no feature store."
+        ),
+    ] = 0,
     weights: options.Weights = None,
     threads: options.Threads = None,
     json: options.Json = False,
@@ -89,7 +103,7 @@ def train(
     from dspark.recipes.progress import Progress
     from dspark.recipes.regenerate import RegenerateConfig
     from dspark.recipes.train import DraftShape, TrainConfig, TrainJob, training_of
-    from dspark.recipes.values import weights_value
+    from dspark.recipes.values import parallel_value, weights_value
 
     shape = DraftShape(
         drafter=drafter,
@@ -120,9 +134,13 @@ def train(
             generate=generate,
             responses=RegenerateConfig(max_new_tokens=max_new_tokens),
             job=TrainJob(shape=shape, train=config, warm_start=warm_start),
+            teacher_ranks=teacher_ranks,
+            parallel=parallel_value(parallel),
         ),
         Progress(),
     )
+    if result is None:  # another rank than the first
+        return
     state = "done" if result.finished else "stopped; run the same command again to resume"
     print_note(
         f"{state}: {result.steps} steps, {result.positions:,} positions in {result.seconds:.0f} s; "

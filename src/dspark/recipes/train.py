@@ -24,10 +24,13 @@ from dspark.nn.seams import Binding
 from dspark.recipes.card import model_card
 from dspark.recipes.features import FeatureExtractor
 from dspark.recipes.progress import Advance, Progress
+from dspark.recipes.teach import check_same_texts, from_teachers, teach
 from dspark.targets.load import LoadedTarget
+from dspark.training.batch import Features
 from dspark.training.config import EVERY_ANCHOR, TrainConfig
 from dspark.training.features import FeatureStore
 from dspark.training.objective import CROSS_ENTROPY, DSPARK, EAGLE3, Objective
+from dspark.training.ranks import ALONE, Ranks
 from dspark.training.trainer import Metrics, Trainer, TrainResult
 
 CHAINS = ("eagle3", "mtp")
@@ -163,34 +166,47 @@ def train_drafter(
     command: str,
     progress: Progress,
     features: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Trains on the responses to training prompts, validates on the others, writes the bundle.
 
     `model` is where a fresh run starts (`starting_model`). `folder` holds the run (features,
     resumable state, metrics); running again resumes it. The bundle is written whenever this
     returns, finished or stopped by `max_seconds`. Runs with the same taps may share a `features`
-    folder, one after the other; by default the run has its own.
+    folder, one after the other; by default the run has its own. All training
+    ranks call this together, the first one writes; with teacher ranks there is no feature store.
 
     Raises DataError for responses without their prompts, and where the split leaves one side empty.
     """
     train, held_out = split_responses(prompts, responses)
     held_out = held_out[: job.validation_responses]
-    features = features or folder / "features"
-    store = _feature_store([*train, *held_out], loaded, model.config, features, progress)
+    sequences, validation = [_sequence(r) for r in train], [_sequence(r) for r in held_out]
+    check_same_texts(ranks, sequences, validation)
+    source: Features
+    if ranks.teachers:
+        source = from_teachers(ranks, model.config, loaded.binding.vocab_size, progress)
+    else:
+        features = features or folder / "features"
+        with ranks.first():
+            source = _feature_store([*train, *held_out], loaded, model.config, features, progress)
     with progress.task("training", total=job.train.steps) as advance:
         report = _reporter(advance)
         trainer = Trainer(
             model,
             loaded.binding,
-            store,
-            [_sequence(r) for r in train],
-            [_sequence(r) for r in held_out],
+            source,
+            sequences,
+            validation,
             job.train,
             folder,
+            ranks=ranks,
             report=report,
         )
         report({"step": trainer.step})  # a resumed run starts its bar there
         result = trainer.run()
+        weights = trainer.weights()
+    if not ranks.is_first:
+        return result
 
     summary = {
         "command": command,
@@ -213,12 +229,27 @@ def train_drafter(
             candidates=job.shape.candidates,
             training=summary,
         ),
-        tensors=model.state_dict(),
+        tensors=weights,
         card=model_card(loaded.name, model.config, summary),
         dtype=torch.float16,
         draft_token_ids=_frequent_tokens(train, job.shape.draft_vocabulary, loaded),
     )
     return result
+
+
+def teach_drafters(
+    loaded: LoadedTarget,
+    model: DraftModel,
+    prompts: Sequence[Prompt],
+    responses: Sequence[Response],
+    job: TrainJob,
+    ranks: Ranks,
+) -> None:
+    """What a teacher rank does while the others are in `train_drafter`."""
+    train, held_out = split_responses(prompts, responses)
+    held_out = held_out[: job.validation_responses]
+    sequences, validation = [_sequence(r) for r in train], [_sequence(r) for r in held_out]
+    teach(loaded, model.config, sequences, validation, job.train, ranks)
 
 
 def starting_model(loaded: LoadedTarget, job: TrainJob) -> DraftModel:

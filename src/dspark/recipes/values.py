@@ -12,6 +12,7 @@ from dspark.core.guided import Guided
 from dspark.core.sampling import RULES, VerificationRule
 from dspark.nn.linear import KINDS, WeightKind
 from dspark.scheduling.exports import ExportFormat
+from dspark.training.ranks import Parallel
 
 _THREADS_A_PROCESSOR = 16
 """Beyond it, a mistyped number would take all memory for stacks before anything is said."""
@@ -43,6 +44,10 @@ def _read(path: Path) -> str:
 
 def weights_value(text: str | None) -> WeightKind | None:
     return cast(WeightKind | None, _one_of("weights", text, KINDS))
+
+
+def parallel_value(text: str) -> Parallel:
+    return cast(Parallel, _one_of("parallel", text, get_args(Parallel)))
 
 
 def format_value(text: str | None) -> str | None:

@@ -91,6 +91,15 @@ class Ranks:
         if not self.alone:
             dist.barrier()
 
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """The first rank goes through the body alone, then the others: they find its work done."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:  # if it failed, nobody follows, and torchrun ends them all
+            self.wait()
+
     def share(self, packed: PackedBlocks, rank: int | None = None) -> PackedBlocks:
         """The blocks of a step that a drafter (default: this one) trains on."""
         if self.drafters == 1:
@@ -196,7 +205,7 @@ def join(*, teachers: int = 0, parallel: Parallel = "ddp") -> Iterator[Ranks]:
     if teachers and world == 1:
         raise ConfigError(
             "teacher ranks are processes of their own; start at least two: "
-            "torchrun --nproc-per-node 2 -m dspark train ..."
+            "torchrun --nproc-per-node 2 -m -- dspark train ..."
         )
     if world == 1:
         yield ALONE
