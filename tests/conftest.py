@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from dspark.data.template import template_hash
 from dspark.targets.load import LoadedTarget, load_target
-from tests.recipes.tiny import write_draft, write_target
+from tests.recipes.tiny import write_draft, write_talker, write_target
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -42,6 +42,17 @@ def tokenizer(target_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def loaded_target(target_folder: Path) -> LoadedTarget:
     return load_target(str(target_folder), weights="fp32", template_hash=template_hash)
+
+
+@pytest.fixture(scope="session")
+def talker_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target whose every token is text."""
+    return write_talker(tmp_path_factory.mktemp("targets") / "talker")
+
+
+@pytest.fixture(scope="session")
+def talker(talker_folder: Path) -> LoadedTarget:
+    return load_target(str(talker_folder), weights="fp32", template_hash=template_hash)
 
 
 @pytest.fixture(scope="session")

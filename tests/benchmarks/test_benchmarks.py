@@ -28,6 +28,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (
         "policy_sweep", "threshold_sweep", "gate_cost", "planner_time", "common", "single_stream",
         "llama_cpp", "throughput", "weights", "exactness", "sse_clients", "server_overhead",
+        "objective",
     ):  # fmt: skip
         sys.modules.pop(name, None)
 

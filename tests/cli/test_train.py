@@ -1,6 +1,7 @@
 """`dspark train` end to end on a tiny target: a bundle that loads, decodes and resumes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def test_prompts_to_bundle_to_text(tmp_path: Path, capsys: pytest.CaptureFixture
     assert document["steps"] == 3
     assert document["validation"]["accepted_length"] >= 1.0
     assert len(document["validation"]["conditional_acceptance"]) == 3
+    assert document["evaluation"]["domains"]["math"]["accepted_length"] >= 1.0
     assert "in-distribution" in (tmp_path / "bundle" / "README.md").read_text()
 
     weights = (tmp_path / "bundle" / "model.safetensors").read_bytes()
@@ -69,3 +71,85 @@ def test_a_wrong_output_is_told_before_anything_is_generated(
     assert dspark("train", *args, "--run", str(tmp_path / "run")) == 2
     assert "it holds math.jsonl, which no bundle has" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_nothing_but_a_target(
+    tmp_path: Path,
+    talker_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [
+        "--weights", "fp32", "--taps", "1", "--layers", "1", "--block-size", "3",
+        "--markov-rank", "4", "--steps", "2", "--synthesize", "30", "--max-new-tokens", "8",
+        "--draft-vocabulary", "60",
+    ]  # fmt: skip
+    command = ["train", "--target", str(talker_folder), *small, "--json"]
+    assert dspark(*command, "--plan") == 0
+    captured = capsys.readouterr()
+    assert "plan: 30 prompts, 60 responses to write" in captured.err
+    plan = json.loads(captured.out.splitlines()[-1])["plan"]
+    assert plan["feature_bytes_per_token"] == 2 * 2 * 48
+    assert plan["work"]["response_tokens"] == 30 * 2 * 8
+    assert min(plan["speeds"].values()) > 0 and plan["seconds"]["training"] > 0
+    assert not [*tmp_path.iterdir()], "a plan writes nothing"
+
+    assert dspark(*command) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["bundle"] == "talker-dspark"
+    assert (
+        len((tmp_path / "talker-dspark-run" / "synthesised.jsonl").read_text().splitlines()) == 30
+    )
+    assert document["evaluation"]["domains"]["synthesised"]["accepted_length"] >= 1.0
+    card = (tmp_path / "talker-dspark" / "README.md").read_text()
+    assert "that the target itself wrote (temperature 1 and 0)" in card
+    assert "| synthesised |" in card
+    weights = (tmp_path / "talker-dspark" / "model.safetensors").read_bytes()
+
+    assert dspark(*command) == 0
+    captured = capsys.readouterr()
+    assert "plan:" not in captured.err, "a run that has begun is resumed"
+    assert (tmp_path / "talker-dspark" / "model.safetensors").read_bytes() == weights
+
+    online = [*command, "--output", "online", "--features", "none", "--evaluation-prompts", "0"]
+    shutil.copytree("talker-dspark-run", "online-run", ignore=shutil.ignore_patterns("s*e*.*ors"))
+    shutil.rmtree("online-run/features")
+    assert dspark(*online) == 0
+    assert (tmp_path / "online" / "model.safetensors").read_bytes() == weights
+    assert not (tmp_path / "online-run" / "features").exists()
+
+
+def test_given_answers(
+    tmp_path: Path, talker_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"what-is-{i}"},
+                {"role": "assistant", "content": f"it-is-{i}"},
+                {"role": "user", "content": "and?"},
+                {"role": "assistant", "content": "that-is-all"},
+            ]
+        }
+        for i in range(30)
+    ]
+    prompts = tmp_path / "talk.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt": "hm-hm"}]))
+    command = [
+        "train", "--target", str(talker_folder), "--weights", "fp32", "--prompts", str(prompts),
+        "--output", str(tmp_path / "bundle"), "--run", str(tmp_path / "run"), "--steps", "1",
+        "--layers", "1", "--block-size", "3", "--markov-rank", "4", "--taps", "1",
+        "--given-answers", "--evaluation-prompts", "0", "--features", "int8", "--tensorboard",
+    ]  # fmt: skip
+    assert dspark(*command) == 0
+    err = capsys.readouterr().err
+    assert "1 of 31 conversations are without an answer and left out" in err
+    assert "0 responses to write" in err
+    assert not (tmp_path / "run" / "responses.jsonl").exists()
+    assert "written by others (off-policy)" in (tmp_path / "bundle" / "README.md").read_text()
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    assert dspark("train", "--target", str(talker_folder), "--given-answers") == 2
+    assert "--prompts" in capsys.readouterr().err
+    assert dspark(*command[:-2], "int") == 2
+    assert "did you mean 'int8'" in capsys.readouterr().err

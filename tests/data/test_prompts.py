@@ -19,10 +19,10 @@ def test_all_forms_of_a_line(tmp_path: Path) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "dropped"},
+        {"role": "assistant", "content": "said"},
         {"role": "user", "content": "two"},
     ]
-    share_gpt = [{"from": "human", "value": "three"}, {"from": "gpt", "value": "dropped"}]
+    share_gpt = [{"from": "human", "value": "three"}, {"from": "gpt", "value": "said"}]
     path = _file(
         tmp_path,
         "mixed.jsonl",
@@ -35,8 +35,8 @@ def test_all_forms_of_a_line(tmp_path: Path) -> None:
     assert read_prompts(path) == [
         Prompt("mixed", 1, ("a\u2028b", "c")),
         Prompt("mixed", 3, ("d",)),
-        Prompt("mixed", 4, ("one", "two"), "Be brief."),
-        Prompt("mixed", 5, ("three",)),
+        Prompt("mixed", 4, ("one", "two"), "Be brief.", ("said", None)),
+        Prompt("mixed", 5, ("three",), None, ("said",)),
     ]
 
 
@@ -155,3 +155,12 @@ def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(MissingExtraError, match=r"dspark\[datasets\]"):
         read_prompts(tmp_path / "a.parquet")
+
+
+def test_a_conversation_as_far_as_it_got() -> None:
+    prompt = Prompt("chat", 1, ("a", "b", "c"), "Be brief.", ("x", None, "z"))
+    assert [m["content"] for m in prompt.conversation(prompt.answers)] == [
+        "Be brief.", "a", "x", "b", "c", "z"
+    ]  # fmt: skip
+    roles = [m["role"] for m in prompt.conversation(("mine", None))]
+    assert roles == ["system", "user", "assistant", "user"]

@@ -48,7 +48,8 @@ def test_reads_back_what_was_written(tmp_path: Path, vocab_size: int) -> None:
     assert file.append(written) == 1, "what is there already is not written again"
     again = _open(path, vocab_size=vocab_size)
     assert all(_same(a, b) for a, b in zip(again.responses, written, strict=True))
-    assert written[0].key in again and ("gsm8k", 9, 0) not in again and len(again) == 4
+    assert written[0].key in again and ("gsm8k", 9, 0, 0) not in again and len(again) == 4
+    assert again[written[1].key].line == 1
     assert again.responses[0].prompt_ids.dtype == np.int32
 
 
@@ -103,7 +104,7 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_another_target_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     _open(path)
-    for change in ({"target": "u"}, {"template_hash": None}, {"vocab_size": 4}):
+    for change in ({"target": "u"}, {"template_hash": None}, {"vocab_size": 4}, {"thinking": True}):
         with pytest.raises(DataError, match="was written with"):
             _open(path, **change)
     path.write_text('{"prompt": "x"}\n')

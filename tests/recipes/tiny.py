@@ -81,3 +81,26 @@ def write_all(folder: Path) -> None:
     write_draft(folder / "draft", folder / "target")
     write_prompts(folder / "math.jsonl", [f"What is {i} plus {i}?" for i in range(6)])
     write_prompts(folder / "chat.jsonl", [f"Say hello {i} times." for i in range(4)])
+
+
+def write_talker(folder: Path) -> Path:
+    """A random target that knows only printable ASCII, so that all it writes is text."""
+    characters = [chr(code) for code in range(33, 127)]
+    pieces = [" " if c == "_" else c for c in characters]
+    vocab = {token: i for i, token in enumerate([*_SPECIAL, "<user>", "<assistant>", *pieces])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )  # fmt: skip
+    fast.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    model = tiny_model(
+        "llama", vocab_size=len(vocab), num_hidden_layers=3, max_position_embeddings=256
+    )
+    model.save_pretrained(folder)
+    return folder

@@ -37,6 +37,7 @@ def _trainer(folder: Path, **changes: Any) -> Trainer:
     model = changes.pop("model", None) or tiny_drafter()
     sequences = changes.pop("sequences", SEQUENCES)
     report = changes.pop("report", lambda metrics: None)
+    draft_token_ids = changes.pop("draft_token_ids", None)
     store = tiny_store(folder.parent / "features", [*sequences, *HELD_OUT])
     config = TrainConfig.from_dict({**options, **changes})
     return Trainer(
@@ -47,6 +48,7 @@ def _trainer(folder: Path, **changes: Any) -> Trainer:
         HELD_OUT,
         config,
         folder,
+        draft_token_ids=draft_token_ids,
         clock=Clock(),
         report=report,
     )
@@ -245,3 +247,20 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         _trainer(tmp_path / "run", model=tiny_drafter(rank=4))
     with pytest.raises(DataError, match="no training sequence"):
         _trainer(tmp_path / "other", sequences=[])
+
+
+def test_a_draft_vocabulary_is_part_of_the_run(tmp_path: Path) -> None:
+    ids = torch.arange(5, 40)
+    trainer = _trainer(tmp_path / "run", draft_token_ids=ids)
+    trainer.training_step()
+    trainer.save()
+    _trainer(tmp_path / "run", draft_token_ids=ids.clone())
+    for other in (ids + 1, None):
+        with pytest.raises(DataError, match="was started with a draft vocabulary of 35 tokens"):
+            _trainer(tmp_path / "run", draft_token_ids=other)
+    plain = _trainer(tmp_path / "plain")
+    plain.training_step()
+    plain.save()
+    with pytest.raises(DataError, match="was started with no draft vocabulary, not a draft voc"):
+        _trainer(tmp_path / "plain", draft_token_ids=ids)
+    assert plain.window["accepted_length"].value != trainer.window["accepted_length"].value

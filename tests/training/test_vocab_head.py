@@ -37,17 +37,24 @@ def _inputs(rank: int, *, seed: int = 3, requires_grad: bool = True) -> dict[str
 
 
 def _both(
-    binding: Binding, rank: int, dtype: torch.dtype, soft_ce: float = 0.0
+    binding: Binding,
+    rank: int,
+    dtype: torch.dtype,
+    soft_ce: float = 0.0,
+    ids: torch.Tensor | None = None,
 ) -> tuple[list, list]:
     results = []
     for chunked in (True, False):
         inputs = _inputs(rank)
         if chunked:
-            head = VocabHead(binding, rank, dtype, chunk=10, tile=3)
+            head = VocabHead(binding, rank, dtype, draft_token_ids=ids, chunk=10, tile=3)
             out = vocab_losses(head, VocabInputs(**inputs), ce=0.3, l1=0.7, soft_ce=soft_ce)
             values = [out.loss, out.cross_entropy_M, out.acceptance_M]
         else:
-            values = list(plain_losses(binding, **inputs, ce=0.3, l1=0.7, soft_ce=soft_ce))
+            plain = plain_losses(
+                binding, **inputs, ce=0.3, l1=0.7, soft_ce=soft_ce, draft_token_ids=ids
+            )
+            values = list(plain)
         (2.5 * values[0]).backward()
         gradients = [inputs[name].grad for name in ("hidden_MD", "latent_Mr", "w2_Vr")]
         results.append([v.detach() for v in values] + gradients)
@@ -66,9 +73,37 @@ def test_chunked_is_plain_to_float32_rounding(
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("rank", [0, 6])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_bfloat16_stays_near(softcap: float | None) -> None:
-    chunked, plain = _both(tiny_binding(softcap=softcap), 6, torch.bfloat16)
+@pytest.mark.parametrize("soft_ce", [0.0, 0.6])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_draft_vocabulary_is_probability_0_elsewhere(
+    rank: int, softcap: float | None, soft_ce: float, ordered: bool
+) -> None:
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(8))[: V // 2]
+    ids = ids.sort().values if ordered else ids
+    labels = _inputs(rank)["labels_M"]
+    assert 0 < torch.isin(labels, ids).sum() < len(labels), "some labels inside, some outside"
+    binding = tiny_binding(softcap=softcap)
+    chunked, plain = _both(binding, rank, torch.float32, soft_ce, ids)
+    for ours, theirs in zip(chunked, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+    whole, _ = _both(binding, rank, torch.float32, soft_ce)
+    assert (chunked[2] - whole[2]).abs().max() > 0.01, "it makes a difference"
+    outside = torch.ones(V, dtype=torch.bool).index_fill(0, ids, False)
+    assert not chunked[5][outside].any(), "W2 of what is never proposed stays as it is"
+
+
+def test_all_tokens_as_a_draft_vocabulary_change_no_bit() -> None:
+    some, _ = _both(tiny_binding(), 6, torch.bfloat16, ids=torch.arange(V))
+    none, _ = _both(tiny_binding(), 6, torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(some, none, strict=True))
+
+
+@pytest.mark.parametrize("ids", [None, torch.arange(0, V, 2)])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_bfloat16_stays_near(softcap: float | None, ids: torch.Tensor | None) -> None:
+    chunked, plain = _both(tiny_binding(softcap=softcap), 6, torch.bfloat16, ids=ids)
     assert (chunked[2] - plain[2]).abs().max() < 0.02
     for ours, theirs in zip(chunked[3:], plain[3:], strict=True):
         assert (ours - theirs).norm() < 0.05 * theirs.norm()

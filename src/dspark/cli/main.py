@@ -16,6 +16,7 @@ from dspark import __version__
 from dspark.cli.bench import bench
 from dspark.cli.calibrate import calibrate
 from dspark.cli.chat import chat
+from dspark.cli.data import inspect, regenerate, synthesize
 from dspark.cli.doctor import doctor
 from dspark.cli.eval import evaluate
 from dspark.cli.generate import generate
@@ -25,10 +26,13 @@ from dspark.cli.serve import serve
 from dspark.cli.train import train
 from dspark.core.errors import DSparkError
 
-COMMANDS: Mapping[str, Callable[..., None]] = {
+Command = Callable[..., None]
+
+COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "data": {"synthesize": synthesize, "regenerate": regenerate, "inspect": inspect},
     "train": train,
     "calibrate": calibrate,
     "profile": profile,
@@ -36,7 +40,8 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "bench": bench,
     "doctor": doctor,
 }
-"""Command name -> function."""
+"""Command name -> function, or the commands of a group."""
+_GROUPS = {"data": "Training data: the target's prompts and answers, and a look at them."}
 
 
 def main() -> NoReturn:
@@ -44,7 +49,7 @@ def main() -> NoReturn:
     run(build_app(COMMANDS), sys.argv[1:])
 
 
-def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+def build_app(commands: Mapping[str, Command | Mapping[str, Command]]) -> typer.Typer:
     """The program with these commands; each function's docstring is its help."""
     # `run` shows errors, in one line each: no boxes, no tracebacks with local variables.
     app = typer.Typer(
@@ -55,7 +60,13 @@ def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
     )
     app.callback()(_program)
     for name, command in commands.items():
-        app.command(name)(command)
+        if isinstance(command, Mapping):
+            group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=_GROUPS[name])
+            for own_name, own in command.items():
+                group.command(own_name)(own)
+            app.add_typer(group, name=name)
+        else:
+            app.command(name)(command)
     return app
 
 

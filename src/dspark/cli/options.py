@@ -112,6 +112,31 @@ Prompts = Annotated[
         show_default=False,
     ),
 ]
+TrainingPrompts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--prompts",
+        metavar="PATH",
+        help="Prompts: a jsonl or parquet file (turns, prompt, messages or conversations), a "
+        "saved dataset, or a folder of these. Repeatable.",
+        show_default=False,
+    ),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave bad prompt lines out, and say how many.")
+]
+Thinking = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="For chat templates that can switch thinking. Default: the template's own.",
+        show_default=False,
+    ),
+]
+Turns = Annotated[
+    int | None,
+    typer.Option(help="At most so many answers a conversation. Default: all.", show_default=False),
+]
 Split = Annotated[
     str | None,
     typer.Option(

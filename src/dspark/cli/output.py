@@ -46,6 +46,13 @@ class Screen:
         """Appends a piece of streamed text, coloured by its fate."""
         self._write(Text(text, style=_STYLES[fate]), "")
 
+    def masked(self, text: str, *, trained: bool) -> None:
+        """Appends a run of a training text: coloured if it is trained on, [[so]] in a pipe."""
+        if self.interactive:
+            self._write(Text(text, style="green" if trained else "dim"), "")
+        else:
+            self.print(f"[[{text}]]" if trained else text, end="")
+
     def end_line(self) -> None:
         """Goes to a new line, unless at the start of one."""
         if self._mid_line:

@@ -3,27 +3,35 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dspark.cli import options
 from dspark.cli.output import Screen, print_note
 
+if TYPE_CHECKING:
+    from dspark.recipes.evaluate import Evaluation
+    from dspark.recipes.make_bundle import BundleResult
+    from dspark.training.trainer import TrainResult
+
 
 def train(
-    prompts: Annotated[
-        list[Path],
+    prompts: options.TrainingPrompts = None,
+    output: Annotated[
+        Path | None,
         typer.Option(
-            metavar="PATH",
-            help="Prompts: a jsonl or parquet file (turns, prompt, messages or conversations), a "
-            "saved dataset, or a folder of these. Repeatable.",
+            help="Folder of the bundle to write. Default: TARGET-DRAFTER here.", show_default=False
         ),
-    ],
-    output: Annotated[Path, typer.Option(help="Folder of the bundle to write.")],
+    ] = None,
     run: Annotated[
-        Path, typer.Option(help="Folder of the run: responses, features, resumable state.")
-    ],
+        Path | None,
+        typer.Option(
+            help="Folder of the run: prompts, responses, features, resumable state. "
+            "Default: OUTPUT-run.",
+            show_default=False,
+        ),
+    ] = None,
     target: options.Target = None,
     drafter: Annotated[
         str,
@@ -35,7 +43,11 @@ def train(
             help="The loss: own, the drafter's paper's; or dspark, to compare drafters at one loss."
         ),
     ] = "own",
-    steps: Annotated[int, typer.Option(help="Training steps, of 256 blocks each.")] = 4000,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Only say what it would take: tokens, disk, memory, time."),
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Training steps, of 256 blocks each.")] = 2000,
     max_seconds: Annotated[
         float | None,
         typer.Option(help="Stop after this long; run again to resume.", show_default=False),
@@ -47,7 +59,8 @@ def train(
     draft_vocabulary: Annotated[
         int | None,
         typer.Option(
-            help="Propose only the so many tokens most frequent in the responses. Default: any.",
+            help="Propose only, and train for, the so many tokens most frequent in the responses: "
+            "a third of the vocabulary trains much faster. Default: any.",
             show_default=False,
         ),
     ] = None,
@@ -65,8 +78,31 @@ def train(
             help="Start from random weights: for targets whose layers no draft layer can copy.",
         ),
     ] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave bad prompt lines out, and say how many.")
+    synthesize: Annotated[
+        int, typer.Option(help="So many prompts are written by the target where none are given.")
+    ] = 1000,
+    skip_bad: options.SkipBad = False,
+    given_answers: Annotated[
+        bool,
+        typer.Option(
+            "--given-answers",
+            help="Train on the answers in the conversations, not on the target's own.",
+        ),
+    ] = False,
+    turns: options.Turns = None,
+    thinking: options.Thinking = None,
+    features: Annotated[
+        str,
+        typer.Option(
+            help="How hidden states are stored: bf16; int8, in half the space; or none, and the "
+            "target computes them in every step."
+        ),
+    ] = "bf16",
+    evaluation_prompts: Annotated[
+        int, typer.Option(help="Held-out prompts to decode at the end; 0 is none.")
+    ] = 16,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Curves for TensorBoard in the run folder.")
     ] = False,
     generate: Annotated[
         bool,
@@ -98,12 +134,14 @@ def train(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a drafter: responses, features, training, bundle. Stops and resumes anywhere."""
+    """Train a drafter: prompts, responses, features, training, bundle, evaluation. Says what it
+    will take, stops and resumes anywhere."""
     from dspark.recipes.make_bundle import BundleRun, make_bundle
     from dspark.recipes.progress import Progress
     from dspark.recipes.regenerate import RegenerateConfig
+    from dspark.recipes.synthesize import SynthesizeConfig
     from dspark.recipes.train import DraftShape, TrainConfig, TrainJob, training_of
-    from dspark.recipes.values import parallel_value, weights_value
+    from dspark.recipes.values import features_value, parallel_value, weights_value
 
     shape = DraftShape(
         drafter=drafter,
@@ -123,7 +161,7 @@ def train(
     )
     result = make_bundle(
         BundleRun(
-            prompts=prompts,
+            prompts=prompts or [],
             output=output,
             run=run,
             command=shlex.join(["dspark", *sys.argv[1:]]),
@@ -132,8 +170,20 @@ def train(
             threads=threads,
             skip_bad=skip_bad,
             generate=generate,
-            responses=RegenerateConfig(max_new_tokens=max_new_tokens),
-            job=TrainJob(shape=shape, train=config, warm_start=warm_start),
+            given_answers=given_answers,
+            plan_only=plan,
+            synthesis=SynthesizeConfig(count=synthesize),
+            responses=RegenerateConfig(
+                max_new_tokens=max_new_tokens, turns=turns, thinking=thinking
+            ),
+            evaluation_prompts=evaluation_prompts,
+            job=TrainJob(
+                shape=shape,
+                train=config,
+                warm_start=warm_start,
+                features=features_value(features),
+                tensorboard=tensorboard,
+            ),
             teacher_ranks=teacher_ranks,
             parallel=parallel_value(parallel),
         ),
@@ -141,22 +191,39 @@ def train(
     )
     if result is None:  # another rank than the first
         return
-    state = "done" if result.finished else "stopped; run the same command again to resume"
-    print_note(
-        f"{state}: {result.steps} steps, {result.positions:,} positions in {result.seconds:.0f} s; "
-        f"accepted length {result.validation['accepted_length']:.3f} on held-out responses; "
-        f"bundle in {output}"
-    )
+    if result.training is not None:
+        _tell(result.training, result.evaluation, result.output)
     if json:
-        Screen().json(
-            {
-                "steps": result.steps,
-                "positions": result.positions,
-                "seconds": result.seconds,
-                "validation": {
-                    key: result.validation[key]
-                    for key in ("accepted_length", "conditional_acceptance")
-                },
-                "bundle": str(output),
-            }
+        Screen().json(_document(result))
+
+
+def _tell(training: "TrainResult", evaluation: "Evaluation | None", output: Path) -> None:
+    state = "done" if training.finished else "stopped; run the same command again to resume"
+    print_note(
+        f"{state}: {training.steps} steps, {training.positions:,} positions in "
+        f"{training.seconds:.0f} s; accepted length {training.validation['accepted_length']:.3f} "
+        f"on held-out responses; bundle in {output}"
+    )
+    for name, domain in (evaluation.domains if evaluation else {}).items():
+        print_note(
+            f"decoding {domain.prompts} held-out prompts of {name}: accepted length "
+            f"{domain.acceptance.accepted_length:.3f}"
         )
+
+
+def _document(result: "BundleResult") -> dict[str, Any]:
+    plan = {"plan": result.plan.to_json()} if result.plan else {}
+    training, evaluation = result.training, result.evaluation
+    if training is None:
+        return plan
+    return {
+        "steps": training.steps,
+        "positions": training.positions,
+        "seconds": training.seconds,
+        "validation": {
+            key: training.validation[key] for key in ("accepted_length", "conditional_acceptance")
+        },
+        "evaluation": None if evaluation is None else evaluation.to_json(),
+        "bundle": str(result.output),
+        **plan,
+    }

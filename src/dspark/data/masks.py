@@ -19,7 +19,7 @@ import numpy as np
 from dspark.core.errors import ConfigError, DataError
 from dspark.data.anchors import BoolArray
 from dspark.data.conversation import Message
-from dspark.data.template import TokenIds, supervised_tokens
+from dspark.data.template import TokenIds, supervised_tokens, thinking_option
 
 _MARK = "dsparkmarksananswer"
 """Stands for an answer where a template is asked what it puts around one."""
@@ -52,17 +52,8 @@ def mask_conversation(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:index], options, add_generation_prompt=True)
-        before, said, after = _around(tokenizer, messages[:index], message, prompt, options)
-        encoded = tokenizer(
-            prompt + before + said + after,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-        )
-        start = len(prompt) + len(before)
-        span = _span(encoded, start, start + len(said), tokenizer.all_special_ids)
-        ids = np.asarray(encoded["input_ids"][: span[1]], dtype=np.int32)
-        text = MaskedText(ids, supervised_tokens(len(ids), [span]))
+        ids, start = _answer(tokenizer, messages[:index], message, options, ended=True)
+        text = MaskedText(ids, supervised_tokens(len(ids), [(start, len(ids))]))
         if texts and _extends(text, texts[-1]):
             text.supervised[: len(texts[-1].supervised)] |= texts[-1].supervised
             texts.pop()
@@ -72,14 +63,47 @@ def mask_conversation(
     return texts
 
 
+def split_answer(
+    tokenizer: Any,
+    history: Sequence[Message],
+    answer: str,
+    *,
+    ended: bool,
+    thinking: bool | None = None,
+) -> tuple[TokenIds, TokenIds]:
+    """Token ids of the prompt and of an answer that came as text, as in `mask_conversation`.
+
+    ended: whether the answer ended by itself, so that its end-of-turn token was said, too.
+    """
+    message: Message = {"role": "assistant", "content": answer}
+    ids, start = _answer(tokenizer, history, message, _options(tokenizer, thinking), ended=ended)
+    return ids[:start], ids[start:]
+
+
+def _answer(
+    tokenizer: Any,
+    history: Sequence[Message],
+    message: Message,
+    options: dict[str, bool],
+    *,
+    ended: bool,
+) -> tuple[TokenIds, int]:
+    """The conversation up to the end of this answer, and where in it the answer starts."""
+    prompt = _render(tokenizer, history, options, add_generation_prompt=True)
+    before, said, after = _around(tokenizer, history, message, prompt, options)
+    encoded = tokenizer(
+        prompt + before + said + after, add_special_tokens=False, return_offsets_mapping=True
+    )
+    start = len(prompt) + len(before)
+    special = tokenizer.all_special_ids if ended else []
+    first, last = _span(encoded, start, start + len(said), special)
+    return np.asarray(encoded["input_ids"][:last], dtype=np.int32), first
+
+
 def _options(tokenizer: Any, thinking: bool | None) -> dict[str, bool]:
     if tokenizer.chat_template is None or not tokenizer.is_fast:
         raise ConfigError("masks need a fast tokenizer with a chat template; this one is not")
-    if thinking is None:
-        return {}
-    if "enable_thinking" not in str(tokenizer.chat_template):
-        raise ConfigError("this chat template has no thinking to switch on or off")
-    return {"enable_thinking": thinking}
+    return thinking_option(tokenizer, thinking)
 
 
 def _render(

@@ -1,17 +1,18 @@
 """Prompts and the one split rule.
 
-A prompt is the user's side of a record (see `data.conversation` for the forms): assistant messages
-are dropped, for the target writes its own answers. A file's stem is its domain.
+A prompt is the user's side of a record (see `data.conversation` for the forms); the target writes
+its own answers, and those that the record holds are used only where that is asked for. A file's
+stem is its domain.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dspark.core.errors import DataError
-from dspark.data.conversation import parse_conversation
+from dspark.data.conversation import Message, parse_conversation
 from dspark.data.records import find_files, read_records
 
 
@@ -24,6 +25,21 @@ class Prompt:
     turns: tuple[str, ...]
     """User turns, at least one, none empty."""
     system: str | None = None
+    answers: tuple[str | None, ...] = ()
+    """What the record's assistant said after each turn, None where it said nothing; () for a record
+    without any."""
+
+    def conversation(self, answers: Sequence[str | None]) -> list[Message]:
+        """The system message and the first turns, each with what was said to it."""
+        system: list[Message] = (
+            [] if self.system is None else [{"role": "system", "content": self.system}]
+        )
+        talk: list[Message] = []
+        for turn, answer in zip(self.turns, answers, strict=False):
+            talk.append({"role": "user", "content": turn})
+            if answer is not None:
+                talk.append({"role": "assistant", "content": answer})
+        return system + talk
 
     @property
     def is_validation(self) -> bool:
@@ -81,10 +97,23 @@ def scan_prompts(file: Path) -> tuple[list[Prompt], list[DataError]]:
         except DataError as error:
             bad.append(error)
             continue
-        turns = tuple(m["content"] for m in messages if m["role"] == "user")
-        system = next((m["content"] for m in messages if m["role"] == "system"), None)
-        prompts.append(Prompt(file.stem, number, turns, system))
+        prompts.append(_prompt(file.stem, number, messages))
     return prompts, bad
+
+
+def _prompt(stem: str, number: int, messages: list[Message]) -> Prompt:
+    turns: list[str] = []
+    answers: list[str | None] = []
+    system = None
+    for message in messages:
+        if message["role"] == "system":
+            system = message["content"]
+        elif message["role"] == "user":
+            turns.append(message["content"])
+            answers.append(None)
+        else:
+            answers[-1] = message["content"]
+    return Prompt(stem, number, tuple(turns), system, tuple(answers) if any(answers) else ())
 
 
 def count_kinds(bad: list[DataError]) -> str:

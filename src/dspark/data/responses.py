@@ -5,17 +5,15 @@ A file is jsonl. Its first line says what wrote it; every further line is one re
     {"file": "gsm8k", "line": 12, "sample": 0, "temperature": 1.0, "seed": 77, "finish": "stop",
      "prompt": "<ids>", "response": "<ids>", "crc": 123}
 
-where <ids> is base64(zlib(little-endian uint16, or uint32 when the vocabulary needs it)). About
-half a kilobyte a response. A process killed in the middle of a write leaves a torn last line: it is
-dropped when the file is opened again. Anything else that is wrong is an error with the file and
-line.
+where <ids> is base64(zlib(little-endian uint16, or uint32 when the vocabulary needs it)), and later
+turns of a conversation have a "turn", counted from 0. About half a kilobyte a response. A process
+killed in the middle of a write leaves a torn last line: it is dropped when the file is opened
+again. Anything else that is wrong is an error with the file and line.
 """
 
 import base64
 import binascii
-import contextlib
 import json
-import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,13 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from dspark.core.errors import DataError, DSparkError
+from dspark.core.errors import DataError
+from dspark.data.lines import append_lines, whole_lines
 from dspark.data.template import TokenIds, supervised_tokens
 
 FORMAT = "dspark-responses/1"
 
-ResponseKey = tuple[str, int, int]
-"""(prompt file stem, 1-based line, sample)."""
+ResponseKey = tuple[str, int, int, int]
+"""(prompt file stem, 1-based line, sample, turn)."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,10 +43,12 @@ class Response:
     """"stop" (its last token is the end-of-turn token) or "length"."""
     prompt_ids: TokenIds
     response_ids: TokenIds
+    turn: int = 0
+    """Which of the conversation's answers this is; the prompt holds those before."""
 
     @property
     def key(self) -> ResponseKey:
-        return self.file, self.line, self.sample
+        return self.file, self.line, self.sample, self.turn
 
     @property
     def token_ids(self) -> TokenIds:
@@ -65,61 +66,57 @@ class ResponseFile:
     """One file of responses, open for reading and appending by one process."""
 
     def __init__(
-        self, path: Path | str, *, target: str, template_hash: str | None, vocab_size: int
+        self,
+        path: Path | str,
+        *,
+        target: str,
+        template_hash: str | None,
+        vocab_size: int,
+        thinking: bool | None = None,
     ) -> None:
-        """Opens or creates `path`. DataError if another target, template or vocabulary wrote it."""
+        """Opens or creates `path`. DataError if another target, template or vocabulary wrote it, or
+        the same one with another choice of `thinking`."""
         self.path = Path(path)
         self.header = {
             "format": FORMAT, "target": target, "template": template_hash, "vocab_size": vocab_size,
+            "thinking": thinking,
         }  # fmt: skip
         self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-        self.responses: list[Response] = []
-        self._done: set[ResponseKey] = set()
+        self._by_key: dict[ResponseKey, Response] = {}
         if self.path.exists():
             self._load()
         if not self.path.exists() or self.path.stat().st_size == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write([json.dumps(self.header)])
 
+    @property
+    def responses(self) -> list[Response]:
+        """In the order in which they were written."""
+        return [*self._by_key.values()]
+
+    def __getitem__(self, key: ResponseKey) -> Response:
+        return self._by_key[key]
+
     def __contains__(self, key: ResponseKey) -> bool:
-        return key in self._done
+        return key in self._by_key
 
     def __len__(self) -> int:
-        return len(self.responses)
+        return len(self._by_key)
 
     def append(self, responses: Iterable[Response]) -> int:
         """Adds the responses whose key is not there yet, durably; how many were added."""
         fresh: dict[ResponseKey, Response] = {}
         for response in responses:
-            if response.key not in self._done:
+            if response.key not in self._by_key:
                 fresh.setdefault(response.key, response)
         self._write([self._encode(response) for response in fresh.values()])
-        self._done |= fresh.keys()
-        self.responses += fresh.values()
+        self._by_key |= fresh
         return len(fresh)
 
     def _write(self, lines: list[str]) -> None:
-        if not lines:
-            return
-        size = self.path.stat().st_size if self.path.exists() else 0
-        try:
-            with self.path.open("ab") as file:
-                file.write("".join(line + "\n" for line in lines).encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            # A full disk takes the first lines only: none of them counts, all that stood before do.
-            with contextlib.suppress(OSError):
-                os.truncate(self.path, size)
-            raise DSparkError(
-                f"{self.path}: {error.strerror}; the {len(self.responses)} responses written "
-                f"before are whole: make room, then run the same command again"
-            ) from error
+        append_lines(self.path, lines, before=f"{len(self)} responses")
 
     def _load(self) -> None:
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        for number, line in enumerate(whole_lines(self.path), start=1):
             where = f"{self.path}, line {number}"
             try:
                 record = json.loads(line)
@@ -129,13 +126,10 @@ class ResponseFile:
                 raise DataError(f"{where}: not a response ({error}); delete the line") from None
             if number == 1:
                 self._check_header(record)
-            elif response.key in self._done:
+            elif response.key in self._by_key:
                 raise DataError(f"{where}: {response.key} is there twice; delete one line")
             else:
-                self._done.add(response.key)
-                self.responses.append(response)
-        if len(whole) < len(data):
-            os.truncate(self.path, len(whole))
+                self._by_key[response.key] = response
 
     def _check_header(self, header: Any) -> None:
         if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -154,6 +148,7 @@ class ResponseFile:
             "temperature": response.temperature, "seed": response.seed,
             "finish": response.finish_reason, "prompt": prompt, "response": answer,
             "crc": zlib.crc32(f"{prompt} {answer}".encode()),
+            **({"turn": response.turn} if response.turn else {}),
         }  # fmt: skip
         return json.dumps(record, separators=(",", ":"))
 
@@ -169,6 +164,7 @@ class ResponseFile:
             finish_reason=record["finish"],
             prompt_ids=self._unpack(record["prompt"]),
             response_ids=self._unpack(record["response"]),
+            turn=record.get("turn", 0),
         )
 
     def _pack(self, ids: TokenIds) -> str:

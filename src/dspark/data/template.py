@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dspark.core.errors import PromptError
+from dspark.core.errors import ConfigError, PromptError
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -49,8 +49,12 @@ def encode_messages(
     tokenizer: ChatTokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    thinking: bool | None = None,
 ) -> list[int]:
     """Token ids of a conversation in OpenAI's shape, up to where the assistant's answer starts.
+
+    thinking: as in `thinking_option`.
 
     Without a chat template: the contents, a blank line between them. PromptError when nothing is
     asked, when a text is not valid Unicode, or when the template refuses the conversation.
@@ -60,6 +64,7 @@ def encode_messages(
         raise PromptError("the conversation is empty; give it some text")
     for content in contents:
         check_text(content)
+    option = thinking_option(tokenizer, thinking)
     if tokenizer.chat_template is None:
         encoded = tokenizer("\n\n".join(contents))["input_ids"]
     else:
@@ -70,10 +75,23 @@ def encode_messages(
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
+                **option,
             )["input_ids"]
         except Exception as error:  # jinja2's, or whatever a template's own code meets
             raise PromptError(f"the chat template refuses this conversation: {error}") from None
     return [int(token) for token in encoded]
+
+
+def thinking_option(tokenizer: ChatTokenizer, thinking: bool | None) -> dict[str, bool]:
+    """What the template is told of thinking: nothing for None, which is its own default.
+
+    ConfigError for a template that knows no thinking.
+    """
+    if thinking is None:
+        return {}
+    if "enable_thinking" not in str(tokenizer.chat_template):
+        raise ConfigError("this chat template has no thinking to switch on or off")
+    return {"enable_thinking": thinking}
 
 
 def takes_tools(tokenizer: ChatTokenizer) -> bool:

@@ -1,12 +1,30 @@
 """The model card that lies in a bundle as README.md: only what was measured."""
 
+from pathlib import Path
 from typing import Any
 
+from dspark.checkpoints.native import CARD, read_bundle
 from dspark.drafters.build import drafter_name
 from dspark.drafters.config import DraftConfig, DSparkConfig
+from dspark.recipes.evaluate import Evaluation
 
 
-def model_card(target: str, config: DraftConfig, training: dict[str, Any]) -> str:
+def add_evaluation(bundle_folder: Path, evaluation: Evaluation) -> None:
+    """Writes the bundle's card anew, with what decoding measured."""
+    bundle = read_bundle(bundle_folder)
+    assert bundle.info is not None
+    card = model_card(bundle.info.target, bundle.config, bundle.info.training, evaluation)
+    partial = bundle_folder / f"{CARD}.partial"
+    partial.write_text(card, encoding="utf-8")
+    partial.replace(bundle_folder / CARD)
+
+
+def model_card(
+    target: str,
+    config: DraftConfig,
+    training: dict[str, Any],
+    evaluation: Evaluation | None = None,
+) -> str:
     validation = training["validation"]
     acceptance = ", ".join(f"{value:.3f}" for value in validation["conditional_acceptance"])
     name = drafter_name(config)
@@ -21,8 +39,8 @@ A draft bundle of dspark (DeepSpec's tensor names; slot 0 follows the anchor): {
 
 ## Training
 
-* {training["response_tokens"]:,} tokens in {training["responses"]:,} responses that the target
-  itself wrote (temperatures 0 and 1) to the prompts of: {", ".join(training["prompt_files"])}
+* {training["response_tokens"]:,} tokens in {training["responses"]:,} answers
+  {training["response_origin"]}, to the prompts of: {", ".join(training["prompt_files"])}
 * {training["steps"]:,} steps, {training["positions"]:,} drafted positions, {training["seconds"]:,}
   seconds
 * command: `{training["command"]}`
@@ -38,5 +56,24 @@ of the text, draft and target at temperature 1, teacher-forced:
 * accepted length {validation["accepted_length"]:.3f}
 * conditional acceptance by position: {acceptance}
 
-Run `dspark eval` for accepted lengths of real decoding.
+{_decoded(evaluation)}
 """
+
+
+def _decoded(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        return "Run `dspark eval` for accepted lengths of real decoding."
+    rows = "\n".join(
+        f"| {name} | {result.acceptance.accepted_length:.3f} | "
+        + ("-" if result.ci95 is None else "{:.3f} to {:.3f}".format(*result.ci95))
+        + f" | {result.prompts} |"
+        for name, result in evaluation.domains.items()
+    )
+    return f"""## Measured by decoding held-out prompts
+
+Temperature {evaluation.sampling.temperature:g}, rule `{evaluation.verification}`, policy
+`{evaluation.policy}`, at most {evaluation.sampling.max_new_tokens} tokens:
+
+| domain | accepted length | 95% interval | prompts |
+|---|---|---|---|
+{rows}"""

@@ -17,8 +17,9 @@ from typing import Any
 from dspark.core.errors import ConfigError, DataError
 from dspark.core.sampling import SamplingParams
 from dspark.data.anchors import anchor_candidates
+from dspark.data.packing import TrainingSequence
 from dspark.data.prompts import Prompt
-from dspark.data.responses import Response, ResponseFile
+from dspark.data.responses import ResponseFile
 from dspark.recipes.bundles import LOOKUP
 from dspark.recipes.evaluate import evaluate
 from dspark.recipes.llm import LLM
@@ -28,11 +29,11 @@ from dspark.recipes.train import (
     DraftShape,
     TrainConfig,
     TrainJob,
-    split_responses,
     starting_model,
     train_drafter,
     training_of,
 )
+from dspark.recipes.training_data import from_responses
 from dspark.targets.load import LoadedTarget
 
 
@@ -81,10 +82,10 @@ class ComparisonConfig:
             raise ConfigError(f"passes is {self.passes}; it must be above 0")
 
 
-def steps_of(responses: Sequence[Response], config: ComparisonConfig) -> int:
+def steps_of(sequences: Sequence[TrainingSequence], config: ComparisonConfig) -> int:
     """Training steps that make up the passes: the same for every drafter."""
     blocks = sum(
-        min(len(anchor_candidates(r.supervised)), config.anchors_per_sequence) for r in responses
+        min(len(anchor_candidates(s.supervised)), config.anchors_per_sequence) for s in sequences
     )
     return max(1, round(config.passes * blocks / config.anchors_per_step))
 
@@ -104,7 +105,7 @@ def train_contender(
     contender = CONTENDERS[name]
     if contender.drafter == LOOKUP:
         return True
-    train, _ = split_responses(prompts, responses.responses)
+    data = from_responses(prompts, responses.responses)
     shape = DraftShape(
         drafter=contender.drafter,
         layers=config.layers,
@@ -113,7 +114,7 @@ def train_contender(
     )
     options = training_of(contender.drafter, contender.objective)
     own = TrainConfig(
-        steps=steps_of(train, config),
+        steps=steps_of(data.train, config),
         anchors_per_step=config.anchors_per_step,
         learning_rate=config.learning_rate,
         seed=config.seed,
@@ -134,8 +135,7 @@ def train_contender(
         result = train_drafter(
             loaded,
             model,
-            prompts,
-            responses.responses,
+            data,
             job,
             folder=folder,
             bundle_folder=folder / "bundle",

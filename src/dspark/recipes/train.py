@@ -11,10 +11,8 @@ import torch
 from dspark.checkpoints.bundle import BundleInfo
 from dspark.checkpoints.fit import check_fit
 from dspark.checkpoints.native import read_bundle, write_bundle
-from dspark.core.errors import ConfigError, DataError
+from dspark.core.errors import ConfigError
 from dspark.data.packing import TrainingSequence
-from dspark.data.prompts import Prompt
-from dspark.data.responses import Response
 from dspark.drafters.build import build_model, drafter_name
 from dspark.drafters.config import DraftConfig, DSparkConfig, Eagle3Config, MtpConfig
 from dspark.drafters.dspark import initialise
@@ -25,10 +23,17 @@ from dspark.recipes.card import model_card
 from dspark.recipes.features import FeatureExtractor
 from dspark.recipes.progress import Advance, Progress
 from dspark.recipes.teach import check_same_texts, from_teachers, teach
+from dspark.recipes.tensorboard import board
+from dspark.recipes.training_data import TrainingData
 from dspark.targets.load import LoadedTarget
 from dspark.training.batch import Features
-from dspark.training.config import EVERY_ANCHOR, TrainConfig
-from dspark.training.features import FeatureStore
+from dspark.training.config import EVERY_ANCHOR, FEATURE_MODES, FeatureMode, TrainConfig
+from dspark.training.features import (
+    FeatureSource,
+    FeatureStore,
+    OnlineFeatures,
+    feature_bytes,
+)
 from dspark.training.objective import CROSS_ENTROPY, DSPARK, EAGLE3, Objective
 from dspark.training.ranks import ALONE, Ranks
 from dspark.training.trainer import Metrics, Trainer, TrainResult
@@ -83,6 +88,14 @@ class TrainJob:
     """A bundle to start from instead of the target's layers."""
     validation_responses: int = 200
     """Held-out responses the analytic validation runs over."""
+    features: FeatureMode = "bf16"
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.features not in FEATURE_MODES:
+            raise ConfigError(
+                f"features is {self.features!r}; it must be {' or '.join(FEATURE_MODES)}"
+            )
 
 
 def training_of(drafter: str, objective: str = "own") -> dict[str, Any]:
@@ -157,8 +170,7 @@ def tap_layers(layers: int, count: int) -> tuple[int, ...]:
 def train_drafter(
     loaded: LoadedTarget,
     model: DraftModel,
-    prompts: Sequence[Prompt],
-    responses: Sequence[Response],
+    data: TrainingData,
     job: TrainJob,
     *,
     folder: Path,
@@ -168,41 +180,44 @@ def train_drafter(
     features: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> TrainResult:
-    """Trains on the responses to training prompts, validates on the others, writes the bundle.
+    """Trains, validates on the held-out answers, writes the bundle.
 
     `model` is where a fresh run starts (`starting_model`). `folder` holds the run (features,
     resumable state, metrics); running again resumes it. The bundle is written whenever this
     returns, finished or stopped by `max_seconds`. Runs with the same taps may share a `features`
-    folder, one after the other; by default the run has its own. All training
-    ranks call this together, the first one writes; with teacher ranks there is no feature store.
-
-    Raises DataError for responses without their prompts, and where the split leaves one side empty.
+    folder, one after the other; by default the run has its own. All training ranks call this
+    together, the first one writes; with teacher ranks nothing is stored, whatever the job says.
     """
-    train, held_out = split_responses(prompts, responses)
-    held_out = held_out[: job.validation_responses]
-    sequences, validation = [_sequence(r) for r in train], [_sequence(r) for r in held_out]
-    check_same_texts(ranks, sequences, validation)
-    source: Features
-    if ranks.teachers:
-        source = from_teachers(ranks, model.config, loaded.binding.vocab_size, progress)
-    else:
-        features = features or folder / "features"
-        with ranks.first():
-            source = _feature_store([*train, *held_out], loaded, model.config, features, progress)
-    with progress.task("training", total=job.train.steps) as advance:
-        report = _reporter(advance)
+    train, held_out = data.train, data.held_out[: job.validation_responses]
+    check_same_texts(ranks, train, held_out)
+    source = _features(
+        loaded, model.config, [*train, *held_out], job, features or folder / "features", ranks,
+        progress,
+    )  # fmt: skip
+    draft_token_ids = _frequent_tokens(train, job.shape.draft_vocabulary, loaded)
+    with (
+        progress.task("training", total=job.train.steps) as advance,
+        board(folder if job.tensorboard and ranks.is_first else None) as record,
+    ):
+        show = _reporter(advance)
+
+        def report(metrics: Metrics) -> None:
+            show(metrics)
+            record(metrics)
+
         trainer = Trainer(
             model,
             loaded.binding,
             source,
-            sequences,
-            validation,
+            train,
+            held_out,
             job.train,
             folder,
+            draft_token_ids=draft_token_ids,
             ranks=ranks,
             report=report,
         )
-        report({"step": trainer.step})  # a resumed run starts its bar there
+        show({"step": trainer.step})  # a resumed run starts its bar there
         result = trainer.run()
         weights = trainer.weights()
     if not ranks.is_first:
@@ -214,9 +229,10 @@ def train_drafter(
         "positions": result.positions,
         "seconds": round(result.seconds),
         "finished": result.finished,
-        "responses": len(train),
-        "response_tokens": sum(len(r.response_ids) for r in train),
-        "prompt_files": sorted({r.file for r in train}),
+        "responses": data.answers,
+        "response_tokens": data.supervised_tokens,
+        "response_origin": data.origin,
+        "prompt_files": [*data.files],
         "validation": result.validation,
     }
     write_bundle(
@@ -232,24 +248,17 @@ def train_drafter(
         tensors=weights,
         card=model_card(loaded.name, model.config, summary),
         dtype=torch.float16,
-        draft_token_ids=_frequent_tokens(train, job.shape.draft_vocabulary, loaded),
+        draft_token_ids=draft_token_ids,
     )
     return result
 
 
 def teach_drafters(
-    loaded: LoadedTarget,
-    model: DraftModel,
-    prompts: Sequence[Prompt],
-    responses: Sequence[Response],
-    job: TrainJob,
-    ranks: Ranks,
+    loaded: LoadedTarget, model: DraftModel, data: TrainingData, job: TrainJob, ranks: Ranks
 ) -> None:
     """What a teacher rank does while the others are in `train_drafter`."""
-    train, held_out = split_responses(prompts, responses)
-    held_out = held_out[: job.validation_responses]
-    sequences, validation = [_sequence(r) for r in train], [_sequence(r) for r in held_out]
-    teach(loaded, model.config, sequences, validation, job.train, ranks)
+    held_out = data.held_out[: job.validation_responses]
+    teach(loaded, model.config, data.train, held_out, job.train, ranks)
 
 
 def starting_model(loaded: LoadedTarget, job: TrainJob) -> DraftModel:
@@ -274,54 +283,50 @@ def starting_model(loaded: LoadedTarget, job: TrainJob) -> DraftModel:
     return model
 
 
-def split_responses(
-    prompts: Sequence[Prompt], responses: Sequence[Response]
-) -> tuple[list[Response], list[Response]]:
-    """Responses to training prompts, and to validation prompts."""
-    held_out_by_place = {(p.file, p.line): p.is_validation for p in prompts}
-    sides: tuple[list[Response], list[Response]] = ([], [])
-    for response in responses:
-        held_out = held_out_by_place.get((response.file, response.line))
-        if held_out is None:
-            raise DataError(
-                f"the response to {response.file}, line {response.line} has no prompt in the given "
-                f"files; give the prompts it was written for"
-            )
-        sides[held_out].append(response)
-    if not all(sides):
-        raise DataError(
-            f"{len(sides[0])} training and {len(sides[1])} validation responses; both are needed: "
-            f"give more prompts (one in ten is validation), without --no-generate"
-        )
-    return sides
+def bytes_per_token(config: DraftConfig, features: FeatureMode) -> int:
+    """What the feature store takes for a token; 0 without one."""
+    if features == "none":
+        return 0
+    return feature_bytes(features, len(config.target_layer_ids), config.hidden_size)
 
 
-def _feature_store(
-    responses: Sequence[Response],
+def _features(
     loaded: LoadedTarget,
     config: DraftConfig,
+    sequences: Sequence[TrainingSequence],
+    job: TrainJob,
     folder: Path,
+    ranks: Ranks,
     progress: Progress,
-) -> FeatureStore:
-    """The run's feature store, with the features of all these responses."""
-    store = FeatureStore(
-        folder,
-        target=f"{loaded.name} {loaded.binding.embedding_hash} {loaded.weights}",
-        tap_layers=config.target_layer_ids,
-        hidden_size=config.hidden_size,
-    )
-    missing = [r.token_ids for r in responses if r.token_ids not in store]
-    with progress.task("features", total=sum(map(len, missing))) as advance:
-        store.fill(
-            missing,
-            FeatureExtractor(loaded.target, config.target_layer_ids),
-            progress=lambda tokens: advance(tokens, "tokens"),
+) -> Features:
+    """What the trainer reads: a store that holds all of these sequences, or what has none."""
+    if ranks.teachers:
+        return from_teachers(ranks, config, loaded.binding.vocab_size, progress)
+    source = FeatureExtractor(loaded.target, config.target_layer_ids)
+    if job.features == "none":
+        return OnlineFeatures(source)
+    with ranks.first():
+        store = FeatureStore(
+            folder,
+            target=f"{loaded.name} {loaded.binding.embedding_hash} {loaded.weights}",
+            tap_layers=config.target_layer_ids,
+            hidden_size=config.hidden_size,
+            kind=job.features,
         )
+        _fill_store(store, sequences, source, progress)
     return store
 
 
-def _sequence(response: Response) -> TrainingSequence:
-    return TrainingSequence(response.token_ids, response.supervised)
+def _fill_store(
+    store: FeatureStore,
+    sequences: Sequence[TrainingSequence],
+    source: FeatureSource,
+    progress: Progress,
+) -> None:
+    """Computes the features that the store lacks."""
+    missing = [s.token_ids for s in sequences if s.token_ids not in store]
+    with progress.task("features", total=sum(map(len, missing))) as advance:
+        store.fill(missing, source, progress=lambda tokens: advance(tokens, "tokens"))
 
 
 def _reporter(advance: Advance) -> Callable[[Metrics], None]:
@@ -344,14 +349,15 @@ def _reporter(advance: Advance) -> Callable[[Metrics], None]:
 
 
 def _frequent_tokens(
-    responses: Sequence[Response], count: int | None, loaded: LoadedTarget
+    sequences: Sequence[TrainingSequence], count: int | None, loaded: LoadedTarget
 ) -> torch.Tensor | None:
-    """The `count` token ids most frequent in the responses (ties: lower id), ascending."""
+    """The `count` token ids most frequent in the answers (ties: lower id), ascending."""
     if count is None:
         return None
     vocab = loaded.binding.vocab_size
     counts = torch.zeros(vocab, dtype=torch.int64)
-    for response in responses:
-        counts += torch.bincount(torch.from_numpy(response.response_ids).long(), minlength=vocab)
+    for sequence in sequences:
+        said = torch.from_numpy(sequence.token_ids[sequence.supervised])
+        counts += torch.bincount(said.long(), minlength=vocab)
     order = torch.argsort(counts, descending=True, stable=True)
     return order[: min(count, vocab)].sort().values

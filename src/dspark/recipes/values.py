@@ -10,8 +10,10 @@ import torch
 from dspark.core.errors import ConfigError, DataError
 from dspark.core.guided import Guided
 from dspark.core.sampling import RULES, VerificationRule
+from dspark.data.endpoint import EndpointConfig
 from dspark.nn.linear import KINDS, WeightKind
 from dspark.scheduling.exports import ExportFormat
+from dspark.training.config import FEATURE_MODES, FeatureMode
 from dspark.training.ranks import Parallel
 
 _THREADS_A_PROCESSOR = 16
@@ -50,8 +52,31 @@ def parallel_value(text: str) -> Parallel:
     return cast(Parallel, _one_of("parallel", text, get_args(Parallel)))
 
 
+def endpoint_value(
+    url: str | None, *, model: str | None, concurrency: int, timeout: float, tries: int
+) -> EndpointConfig | None:
+    """None without a URL. The key comes from the environment, so that no list of processes and no
+    shell's history has it."""
+    if url is None:
+        if model is not None:
+            raise ConfigError("endpoint_model names a model of an endpoint; give --endpoint URL")
+        return None
+    return EndpointConfig(
+        url=url,
+        model=model,
+        api_key=os.environ.get("DSPARK_API_KEY") or os.environ.get("OPENAI_API_KEY"),
+        concurrency=concurrency,
+        timeout=timeout,
+        tries=tries,
+    )
+
+
 def format_value(text: str | None) -> str | None:
     return _one_of("format", text, get_args(ExportFormat))
+
+
+def features_value(text: str) -> FeatureMode:
+    return cast(FeatureMode, _one_of("features", text, FEATURE_MODES))
 
 
 def set_threads(threads: int | None) -> None:

@@ -115,21 +115,7 @@ def read_model(
     source: str | None, *, trust_remote_code: bool = False, say: Say = logger.info
 ) -> tuple[Any, Any, str]:
     """The transformers model in float32, its tokenizer and a name for it."""
-    name = source or EMBEDDED_NAME
-    if source is None:
-        source = str(_converted_gguf(embedded_gguf(), say))
-    elif source.endswith(".gguf"):
-        path = Path(source).expanduser()
-        if not path.is_file():
-            raise TargetError(f"there is no GGUF file {source}")
-        name, source = path.stem, str(_converted_gguf(path, say))
-    elif Path(source).exists() or source.startswith((".", "/", "~")):
-        folder = Path(source).expanduser()
-        if not folder.exists():
-            raise TargetError(f"there is no model folder {source}")
-        if not (folder / "config.json").is_file():
-            raise TargetError(f"{folder.resolve()} is no model folder: it has no config.json")
-        name, source = folder.resolve().name, str(folder)
+    name, source = _locate(source, say)
     say(f"loading {name} ...")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -157,6 +143,49 @@ def read_model(
             f"{lacking[0]} first; fetch the model again"
         )
     return model, tokenizer, name
+
+
+def read_tokenizer(
+    source: str | None, *, trust_remote_code: bool = False, say: Say = logger.info
+) -> tuple[Any, str, int]:
+    """A target's tokenizer, name and vocabulary size, without its weights."""
+    name, source = _locate(source, say)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers and the hub client share no base class
+        raise TargetError(f"cannot load the target {name}: {_first_line(error)}") from error
+    return tokenizer, name, int(config.get_text_config().vocab_size)
+
+
+def target_name(source: str | None) -> str:
+    """What `load_target` will call it, without looking at it."""
+    if source is None:
+        return EMBEDDED_NAME
+    path = Path(source).expanduser()
+    if source.endswith(".gguf"):
+        return path.stem
+    return path.resolve().name if path.exists() else source
+
+
+def _locate(source: str | None, say: Say) -> tuple[str, str]:
+    """A name for it, and the folder or hub id to load."""
+    name = target_name(source)
+    if source is None:
+        return name, str(_converted_gguf(embedded_gguf(), say))
+    if source.endswith(".gguf"):
+        path = Path(source).expanduser()
+        if not path.is_file():
+            raise TargetError(f"there is no GGUF file {source}")
+        return name, str(_converted_gguf(path, say))
+    if Path(source).exists() or source.startswith((".", "/", "~")):
+        folder = Path(source).expanduser()
+        if not folder.exists():
+            raise TargetError(f"there is no model folder {source}")
+        if not (folder / "config.json").is_file():
+            raise TargetError(f"{folder.resolve()} is no model folder: it has no config.json")
+        return name, str(folder)
+    return name, source
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -12,6 +12,9 @@ from dspark.core.errors import ConfigError
 from dspark.training.objective import Objective
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
+FeatureMode = Literal["bf16", "int8", "none"]
+"""How features are stored; none: they are computed in every step."""
+FEATURE_MODES: tuple[str, ...] = get_args(FeatureMode)
 Start = Literal["target", "noise", "bundle"]
 
 EVERY_ANCHOR = 2**31 - 1

@@ -11,7 +11,7 @@ from dspark.core.errors import ConfigError
 from dspark.drafters.model import DraftModel
 from dspark.nn.seams import Binding
 from dspark.training.batch import Batch
-from dspark.training.vocab_head import VocabHead, VocabInputs, vocab_losses
+from dspark.training.vocab_head import VocabHead, VocabInputs, VocabLosses, vocab_losses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ def objective(
         )
         loss = loss + config.confidence * (weights_M * bce_M).sum()
     with torch.no_grad():
-        metrics = _metrics(losses.acceptance_M, losses.cross_entropy_M, confidence_M, batch)
+        metrics = _metrics(losses, confidence_M, batch)
         weight = weights_AK.sum()
         metrics["loss"] = Ratio(loss.detach() * total, weight)
     return Step(loss, metrics)
@@ -151,19 +151,15 @@ class StepLoss(nn.Module):
         return step.loss, step.metrics
 
 
-def _metrics(
-    acceptance_M: Tensor,
-    cross_entropy_M: Tensor,
-    confidence_M: Tensor | None,
-    batch: Batch,
-) -> dict[str, Ratio]:
+def _metrics(losses: VocabLosses, confidence_M: Tensor | None, batch: Batch) -> dict[str, Ratio]:
     """Analytic numbers, teacher-forced: nothing is sampled.
 
     accepted_length: 1 + sum over k of the product of 1 - TV up to k, mean over blocks.
     acceptance: mean 1 - TV of each slot. conditional_acceptance: the same, weighed by the chance
-    that everything before was accepted (what figure 2 of the paper plots).
+    that everything before was accepted (what figure 2 of the paper plots). cross_entropy: of labels
+    that the drafter may propose.
     """
-    supervised_AK = batch.supervised_AK
+    supervised_AK, acceptance_M = batch.supervised_AK, losses.acceptance_M
     acceptance_AK = torch.zeros(supervised_AK.shape, device=acceptance_M.device)
     acceptance_AK.view(-1)[batch.slots_M] = acceptance_M
     survival_AK = acceptance_AK.cumprod(1)
@@ -175,7 +171,7 @@ def _metrics(
         "accepted_length": Ratio(blocks + survival_AK.sum(), blocks),
         "acceptance": Ratio(acceptance_AK.sum(0), supervised_AK.sum(0)),
         "conditional_acceptance": Ratio(survival_AK.sum(0), reached_AK.sum(0)),
-        "cross_entropy": Ratio(cross_entropy_M.sum(), supervised_AK.sum()),
+        "cross_entropy": Ratio(losses.cross_entropy_M.sum(), losses.taught_M.sum()),
     }
     if confidence_M is not None:
         error_M = confidence_M.sigmoid() - acceptance_M

@@ -4,6 +4,7 @@ Two generations: a new state is written whole beside the old one and takes its n
 that at any moment at least one of `state.safetensors` and `state.previous.safetensors` is complete.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -83,6 +84,24 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, state: R
             optimizer.state[parameter] = {
                 key: like(tensor, parameter) for key, tensor in moments.items()
             }
+
+
+def check_draft_tokens(state: RunState, ours: Tensor | None, folder: Path) -> None:
+    """DataError if the run was started with another draft vocabulary."""
+    begun = state.tensors.get("draft_token_ids")
+    same = begun is ours or (begun is not None and ours is not None and torch.equal(begun, ours))
+    if not same:
+        raise DataError(
+            f"{folder} was started with {_vocabulary(begun)}, not {_vocabulary(ours)}; "
+            f"start another run folder"
+        )
+
+
+def _vocabulary(ids: Tensor | None) -> str:
+    if ids is None:
+        return "no draft vocabulary"
+    digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:8]
+    return f"a draft vocabulary of {len(ids)} tokens ({digest})"
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

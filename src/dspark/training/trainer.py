@@ -35,6 +35,7 @@ from dspark.training.schedule import (
 )
 from dspark.training.state import (
     RunState,
+    check_draft_tokens,
     load_state,
     restore_moments,
     restore_weights,
@@ -72,6 +73,7 @@ class Trainer:
         config: TrainConfig,
         folder: Path | str,
         *,
+        draft_token_ids: Tensor | None = None,
         ranks: Ranks = ALONE,
         clock: Callable[[], float] = time.monotonic,
         report: Callable[[Metrics], None] = lambda metrics: None,
@@ -79,6 +81,7 @@ class Trainer:
         """Starts the run, or resumes it if the folder holds its state, whichever number of ranks
         wrote it. Drafter ranks construct it together, with the same arguments.
 
+        `draft_token_ids` are all that the drafter will propose (None: any); it is trained for that.
         `report` gets every line of metrics, on the first rank. Raises DataError or ConfigError
         where the folder holds another run.
         """
@@ -90,7 +93,10 @@ class Trainer:
         self.ranks, self.clock, self.report = ranks, clock, report
         self.block_size = model.config.block_size
         self.dtype = config.torch_dtype
-        self.head = VocabHead(binding, model.latent_size, self.dtype)
+        self.draft_token_ids = draft_token_ids
+        self.head = VocabHead(
+            binding, model.latent_size, self.dtype, draft_token_ids=draft_token_ids
+        )
         self.stream = batch_stream(sequences, config, self.block_size)
         self.step, self.positions, self.seconds = 0, 0, 0.0
         self.window: dict[str, Ratio] = {}
@@ -201,6 +207,8 @@ class Trainer:
         tensors = state_tensors(self.model, self.optimizer)
         if not self.ranks.is_first:
             return
+        if self.draft_token_ids is not None:
+            tensors["draft_token_ids"] = self.draft_token_ids
         progress = {
             "step": self.step,
             "positions": self.positions,
@@ -225,6 +233,7 @@ class Trainer:
                 f"{self.folder} was computed in {saved['compute_dtype']}, here it would be "
                 f"{self.dtype}; start another run folder"
             )
+        check_draft_tokens(state, self.draft_token_ids, self.folder)
         restore_weights(self.model, state, self.folder)
         self.step, self.positions = saved["step"], saved["positions"]
         self.seconds = saved["seconds"]

@@ -8,6 +8,16 @@ of width V outlives its chunk. `plain_losses` in tests/oracles is the same thing
 Draft logits are [hidden ; latent] [LM head ; W2]^T in one product. The latent is what the
 sequential head makes of the tokens before a slot; for the vanilla Markov head it is W1[previous]
 (paper, equation 5).
+
+A drafter that proposes only C tokens, its draft vocabulary, has no logits for any other. Columns
+stand in such an order that these come first, so draft logits are the first C columns and teacher
+logits are all V:
+
+* total variation is sum max(0, draft - teacher), and what the draft cannot propose adds nothing;
+* cross-entropy to the label weighs 0 where the label is not among the C: nothing can learn it;
+* cross-entropy to the teacher's distribution is over its part that lies in the C tokens.
+
+Without a draft vocabulary C is V. In shapes below, B is a chunk of positions and C the columns.
 """
 
 from dataclasses import dataclass
@@ -46,8 +56,11 @@ class VocabLosses:
     """sum of weight * (ce * CE + l1 * ||draft - teacher||_1 + soft_ce * CE to the teacher's whole
     distribution): the part with a gradient."""
     cross_entropy_M: Tensor
+    """0 where the label is outside the draft vocabulary."""
     acceptance_M: Tensor
     """1 - total variation: how likely rejection sampling is to accept (paper, equation 8)."""
+    taught_M: Tensor
+    """bool: the label is in the draft vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class LossWeights:
 class _Gradients:
     hidden_MD: Tensor
     latent_Mr: Tensor
-    w2_Vr: Tensor
+    w2_Cr: Tensor
 
 
 class VocabHead:
@@ -79,10 +92,12 @@ class VocabHead:
         rank: int,
         dtype: torch.dtype,
         *,
+        draft_token_ids: Tensor | None = None,
         chunk: int | None = None,
         tile: int = 16,
     ) -> None:
-        """`chunk` positions share a product (default: what fits into 128 MiB of logits, at most
+        """`draft_token_ids`: distinct ids [C], the draft vocabulary; None is all tokens.
+        `chunk` positions share a product (default: what fits into 128 MiB of logits, at most
         1024, as every product reads the whole head); `tile` of them at a time are in float32."""
         V, D = binding.lm_head_VD.shape
         self.lm_head_VD, self.logit_scale = binding.lm_head_VD, binding.logit_scale
@@ -96,11 +111,20 @@ class VocabHead:
         self.teacher = slice(0, D + self.references)
         self.latent = slice(D + self.references, D + self.references + rank)
         device = binding.lm_head_VD.device
+        ids_C = torch.arange(V) if draft_token_ids is None else draft_token_ids
+        self.draft_ids_C = ids_C.to(device)
+        C = len(ids_C)
+        self.columns_V = torch.full((V,), -1, device=device)
+        """The draft column of a token id; -1 for those that are never proposed."""
+        self.columns_V[self.draft_ids_C] = torch.arange(C, device=device)
+        order_V = torch.cat([self.draft_ids_C, (self.columns_V < 0).nonzero().squeeze(1)])
         self.weight_IV = torch.ones(self.latent.stop, V, dtype=dtype, device=device)
-        self.weight_IV[self.hidden].copy_(binding.lm_head_VD.T * binding.logit_scale)
-        self._draft_CV = torch.empty(self.chunk, V, dtype=dtype, device=device)
-        self._teacher_CV = torch.empty(self.chunk, V, dtype=dtype, device=device)
-        self._scratch = tuple(torch.empty(tile, V, device=device) for _ in range(3))
+        self.weight_IV[self.hidden].copy_(binding.lm_head_VD[order_V].T * binding.logit_scale)
+        self.draft_IC = self.weight_IV[:, :C]
+        self._draft_BC = torch.empty(self.chunk, C, dtype=dtype, device=device)
+        self._teacher_BV = torch.empty(self.chunk, V, dtype=dtype, device=device)
+        self._teacher_RV = torch.empty(tile, V, device=device)
+        self._scratch = tuple(torch.empty(tile, C, device=device) for _ in range(3))
 
     def losses(
         self, inputs: VocabInputs, weights: LossWeights, *, want_gradients: bool
@@ -109,36 +133,38 @@ class VocabHead:
         the weighted sum)."""
         M, device = len(inputs.labels_M), inputs.labels_M.device
         draft_MI, teacher_UI = self._rows(inputs)
-        self.weight_IV[self.latent].copy_(inputs.w2_Vr.T)
+        w2_Cr = inputs.w2_Vr.index_select(0, self.draft_ids_C)
+        self.draft_IC[self.latent].copy_(w2_Cr.T)
+        columns_M1 = self.columns_V[inputs.labels_M][:, None]
         found_3M = torch.empty(3, M, device=device)
         gradients = None
         if want_gradients:
             gradients = _Gradients(
                 hidden_MD=torch.empty(inputs.hidden_MD.shape, device=device),
                 latent_Mr=torch.empty(inputs.latent_Mr.shape, device=device),
-                w2_Vr=torch.zeros(inputs.w2_Vr.shape, device=device),
+                w2_Cr=torch.zeros(w2_Cr.shape, device=device),
             )
         weights_M1 = inputs.weights_M[:, None]
         for start in range(0, M, self.chunk):
             rows = slice(start, min(start + self.chunk, M))
-            teachers_C = inputs.teacher_rows_M[rows]
-            first_teacher, last_teacher = int(teachers_C[0]), int(teachers_C[-1])
-            draft_CV, teacher_UV = self._logits(
+            teachers_B = inputs.teacher_rows_M[rows]
+            first_teacher, last_teacher = int(teachers_B[0]), int(teachers_B[-1])
+            draft_BC, teacher_BV = self._logits(
                 draft_MI[rows], teacher_UI[first_teacher : last_teacher + 1]
             )
             for first in range(rows.start, rows.stop, self.tile):
                 tile = slice(first, min(first + self.tile, rows.stop))
+                draft_RC = draft_BC[tile.start - start : tile.stop - start]
                 found_3M[:, tile] = _tile_losses(
                     self._scratch,
-                    draft_CV[tile.start - start : tile.stop - start],
-                    teacher_UV,
-                    inputs.teacher_rows_M[tile] - first_teacher,
-                    inputs.labels_M[tile, None],
+                    draft_RC,
+                    self._teacher_probs(teacher_BV, inputs.teacher_rows_M[tile] - first_teacher),
+                    columns_M1[tile],
                     weights,
                     weights_M1[tile] if want_gradients else None,
                 )
             if gradients is not None:
-                self._backward(draft_MI, rows, draft_CV, gradients)
+                self._backward(draft_MI, rows, draft_BC, gradients)
         cross_entropy_M, variation_M, soft_M = found_3M
         return cross_entropy_M, variation_M, soft_M, gradients
 
@@ -168,75 +194,85 @@ class VocabHead:
             rest_M = rest_M - piece_M.float()
         return columns
 
-    def _logits(self, draft_CI: Tensor, teacher_UI: Tensor) -> tuple[Tensor, Tensor]:
-        draft_CV, teacher_UV = self._draft_CV[: len(draft_CI)], self._teacher_CV[: len(teacher_UI)]
-        torch.mm(teacher_UI, self.weight_IV[self.teacher], out=teacher_UV)
+    def _logits(self, draft_BI: Tensor, teacher_UI: Tensor) -> tuple[Tensor, Tensor]:
+        draft_BC, teacher_BV = self._draft_BC[: len(draft_BI)], self._teacher_BV[: len(teacher_UI)]
+        torch.mm(teacher_UI, self.weight_IV[self.teacher], out=teacher_BV)
         if self.softcap is None:
-            torch.mm(draft_CI, self.weight_IV, out=draft_CV)
+            torch.mm(draft_BI, self.draft_IC, out=draft_BC)
         else:  # the sequential head's bias is added after the softcap
-            teacher_UV.div_(self.softcap).tanh_().mul_(self.softcap)
-            torch.mm(draft_CI[:, self.hidden], self.weight_IV[self.hidden], out=draft_CV)
-            draft_CV.div_(self.softcap).tanh_().mul_(self.softcap)
-            draft_CV.addmm_(draft_CI[:, self.latent], self.weight_IV[self.latent])
-        return draft_CV, teacher_UV
+            teacher_BV.div_(self.softcap).tanh_().mul_(self.softcap)
+            torch.mm(draft_BI[:, self.hidden], self.draft_IC[self.hidden], out=draft_BC)
+            draft_BC.div_(self.softcap).tanh_().mul_(self.softcap)
+            draft_BC.addmm_(draft_BI[:, self.latent], self.draft_IC[self.latent])
+        return draft_BC, teacher_BV
+
+    def _teacher_probs(self, teacher_BV: Tensor, rows_R: Tensor) -> Tensor:
+        """[R, C]: softmax over all V, of the columns that the draft has too; in scratch memory."""
+        first, last = int(rows_R[0]), int(rows_R[-1]) + 1
+        unique_RV = self._teacher_RV[: last - first]
+        torch.softmax(teacher_BV[first:last], 1, dtype=torch.float32, out=unique_RV)
+        t_RC = self._scratch[1][: len(rows_R)]
+        columns = unique_RV[:, : t_RC.shape[1]]
+        return torch.index_select(columns, 0, rows_R - first, out=t_RC)
 
     def _backward(
-        self, draft_MI: Tensor, rows: slice, grad_CV: Tensor, gradients: _Gradients
+        self, draft_MI: Tensor, rows: slice, grad_BC: Tensor, gradients: _Gradients
     ) -> None:
-        """`grad_CV` is the gradient of the draft logits of the chunk `rows`."""
-        draft_CI = draft_MI[rows]
-        gradients.w2_Vr.add_(grad_CV.T @ draft_CI[:, self.latent])
+        """`grad_BC` is the gradient of the draft logits of the chunk `rows`."""
+        draft_BI = draft_MI[rows]
+        gradients.w2_Cr.add_(grad_BC.T @ draft_BI[:, self.latent])
         if self.softcap is None:
-            grad_CI = grad_CV @ self.weight_IV.T
-            gradients.hidden_MD[rows] = grad_CI[:, self.hidden]
-            gradients.latent_Mr[rows] = grad_CI[:, self.latent]
+            grad_BI = grad_BC @ self.draft_IC.T
+            gradients.hidden_MD[rows] = grad_BI[:, self.hidden]
+            gradients.latent_Mr[rows] = grad_BI[:, self.latent]
         else:
-            head_DV = self.weight_IV[self.hidden]
-            gradients.latent_Mr[rows] = grad_CV @ self.weight_IV[self.latent].T
-            capped_CV = (draft_CI[:, self.hidden] @ head_DV).div_(self.softcap).tanh_()
-            gradients.hidden_MD[rows] = grad_CV.mul_(1.0 - capped_CV.square_()) @ head_DV.T
+            head_DC = self.draft_IC[self.hidden]
+            gradients.latent_Mr[rows] = grad_BC @ self.draft_IC[self.latent].T
+            capped_BC = (draft_BI[:, self.hidden] @ head_DC).div_(self.softcap).tanh_()
+            gradients.hidden_MD[rows] = grad_BC.mul_(1.0 - capped_BC.square_()) @ head_DC.T
 
 
 def _tile_losses(
     scratch: tuple[Tensor, ...],
-    draft_RV: Tensor,
-    teacher_UV: Tensor,
-    teacher_rows_R: Tensor,
-    labels_R1: Tensor,
+    draft_RC: Tensor,
+    t_RC: Tensor,
+    columns_R1: Tensor,
     loss: LossWeights,
     weights_R1: Tensor | None,
 ) -> Tensor:
     """[3, R]: cross-entropy, total variation, and cross-entropy to the teacher (0 where it weighs
-    nothing); with `weights_R1`, `draft_RV` turns from logits into the weighted loss's gradient.
+    nothing); with `weights_R1`, `draft_RC` turns from logits into the weighted loss's gradient.
 
-    For d = softmax(draft), t = softmax(teacher), s = sign(t - d): dCE/dlogits = d - onehot(label),
-    d||d - t||_1/dlogits = d (<s, d> - s), and d - t for the cross-entropy to the teacher.
+    For d = softmax(draft), t = the teacher's probabilities, s = sign(t - d):
+    dCE/dlogits = d - onehot(label), d||d - t||_1/dlogits = d (<s, d> - s), and sum(t) d - t for the
+    cross-entropy to the teacher. A label of column -1 has no cross-entropy.
     """
-    d_RV, t_RV, spare_RV = (buffer[: len(draft_RV)] for buffer in scratch)
-    torch.softmax(draft_RV, 1, dtype=torch.float32, out=d_RV)
-    first, last = int(teacher_rows_R[0]), int(teacher_rows_R[-1]) + 1
-    unique_RV = spare_RV[: last - first]
-    torch.softmax(teacher_UV[first:last], 1, dtype=torch.float32, out=unique_RV)
-    torch.index_select(unique_RV, 0, teacher_rows_R - first, out=t_RV)
-    cross_entropy_R = -d_RV.gather(1, labels_R1).clamp_min(_TINY).log().squeeze(1)
-    soft_R = torch.zeros_like(cross_entropy_R)
-    if loss.soft_ce:  # logsumexp(draft) - <t, draft>; the label's cross-entropy has the first part
-        label_R = draft_RV.gather(1, labels_R1).squeeze(1)
-        soft_R = cross_entropy_R + label_R - torch.mul(t_RV, draft_RV, out=spare_RV).sum(1)
-    torch.sub(t_RV, d_RV, out=t_RV)
-    variation_R = torch.clamp_min(t_RV, 0.0, out=spare_RV).sum(1)
+    d_RC, spare_RC = scratch[0][: len(draft_RC)], scratch[2][: len(draft_RC)]
+    torch.softmax(draft_RC, 1, dtype=torch.float32, out=d_RC)
+    inside_R1, label_R1 = columns_R1 >= 0, columns_R1.clamp_min(0)
+    label_probs_R = d_RC.gather(1, label_R1).squeeze(1).clamp_min(_TINY)
+    own_R = -label_probs_R.log()
+    soft_R, mass_R1 = torch.zeros_like(own_R), None
+    if loss.soft_ce:  # sum(t) logsumexp(draft) - <t, draft>; logsumexp is own + the label's logit
+        mass_R1 = t_RC.sum(1, keepdim=True)
+        normaliser_R = own_R + draft_RC.gather(1, label_R1).squeeze(1)
+        soft_R = mass_R1.squeeze(1) * normaliser_R
+        soft_R -= torch.mul(t_RC, draft_RC, out=spare_RC).sum(1)
+    torch.sub(t_RC, d_RC, out=t_RC)
+    variation_R = torch.clamp_max(t_RC, 0.0, out=spare_RC).sum(1).neg()
     if weights_R1 is not None:
-        ce_R1, l1_R1 = loss.ce * weights_R1, loss.l1 * weights_R1
-        if loss.soft_ce:
-            torch.mul(t_RV, loss.soft_ce * weights_R1, out=spare_RV)
-        signed_RV = t_RV.sign_().mul_(d_RV)
-        d_RV.mul_(ce_R1 + l1_R1 * signed_RV.sum(1, keepdim=True))
-        d_RV.addcmul_(signed_RV, -l1_R1)
-        if loss.soft_ce:
-            d_RV.sub_(spare_RV)
-        d_RV.scatter_add_(1, labels_R1, -ce_R1)
-        draft_RV.copy_(d_RV)
-    return torch.stack([cross_entropy_R, variation_R, soft_R])
+        ce_R1, l1_R1 = loss.ce * weights_R1 * inside_R1, loss.l1 * weights_R1
+        if mass_R1 is not None:  # t - sum(t) d, from t - d
+            torch.add(t_RC, d_RC * (1.0 - mass_R1), out=spare_RC)
+            spare_RC.mul_(loss.soft_ce * weights_R1)
+        signed_RC = t_RC.sign_().mul_(d_RC)
+        d_RC.mul_(ce_R1 + l1_R1 * signed_RC.sum(1, keepdim=True))
+        d_RC.addcmul_(signed_RC, -l1_R1)
+        if mass_R1 is not None:
+            d_RC.sub_(spare_RC)
+        d_RC.scatter_add_(1, label_R1, -ce_R1)
+        draft_RC.copy_(d_RC)
+    return torch.stack([own_R * inside_R1.squeeze(1), variation_R, soft_R])
 
 
 def vocab_losses(
@@ -247,7 +283,8 @@ def vocab_losses(
         inputs.hidden_MD, inputs.latent_Mr, inputs.w2_Vr, inputs, head,
         LossWeights(ce, l1, soft_ce), torch.is_grad_enabled(),
     )  # fmt: skip
-    return VocabLosses(loss, cross_entropy_M, acceptance_M)
+    taught_M = head.columns_V[inputs.labels_M] >= 0
+    return VocabLosses(loss, cross_entropy_M, acceptance_M, taught_M)
 
 
 class _VocabLoss(torch.autograd.Function):
@@ -262,7 +299,9 @@ class _VocabLoss(torch.autograd.Function):
             inputs, weights, want_gradients=want_gradients
         )
         if gradients is not None:
-            ctx.save_for_backward(gradients.hidden_MD, gradients.latent_Mr, gradients.w2_Vr)
+            grad_Vr = torch.zeros_like(w2_Vr, dtype=torch.float32)
+            grad_Vr[head.draft_ids_C] = gradients.w2_Cr
+            ctx.save_for_backward(gradients.hidden_MD, gradients.latent_Mr, grad_Vr)
             ctx.dtypes = hidden_MD.dtype, latent_Mr.dtype, w2_Vr.dtype
         hard_M = weights.ce * cross_entropy_M + 2.0 * weights.l1 * variation_M
         loss = (inputs.weights_M * (hard_M + weights.soft_ce * soft_M)).sum()
