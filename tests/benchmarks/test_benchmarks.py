@@ -7,15 +7,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from dspark.core.errors import ConfigError, DSparkError, MissingExtraError
 from dspark.core.sampling import SamplingParams
+from dspark.data.responses import Response, ResponseFile
+from dspark.data.template import template_hash
 from dspark.recipes import profile as profile_module
 from dspark.recipes.profile import ProfileConfig
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job
-from tests.recipes.tiny import write_all, write_prompts
+from tests.recipes.tiny import write_all, write_draft, write_prompts
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -29,6 +33,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "policy_sweep", "threshold_sweep", "gate_cost", "planner_time", "common", "single_stream",
         "llama_cpp", "throughput", "weights", "exactness", "sse_clients", "server_overhead",
         "objective",
+        "feature_precision",
     ):  # fmt: skip
         sys.modules.pop(name, None)
 
@@ -286,3 +291,25 @@ def test_server_overhead(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(document["seconds"]["engine"]) == len(document["seconds"]["server"]) == 2
     ratio = document["server_tokens_per_second"] / document["engine_tokens_per_second"]
     assert document["overhead"] == pytest.approx(1 - ratio)
+
+
+def test_feature_precision(
+    talker_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import feature_precision
+
+    tokenizer = AutoTokenizer.from_pretrained(talker_folder)
+    file = ResponseFile(
+        tmp_path / "responses.jsonl", target="talker", template_hash=template_hash(tokenizer),
+        vocab_size=99,
+    )  # fmt: skip
+    prompts = write_prompts(tmp_path / "chat.jsonl", [f"question-{i}" for i in range(40)])
+    ids = np.arange(10, 30, dtype=np.int32)
+    file.append(Response("chat", line, 0, 1.0, 0, "stop", ids, ids + line) for line in range(1, 41))
+    result = feature_precision.main(
+        ["--prompts", str(prompts), "--responses", str(file.path), "--limit", "3", "--target",
+         str(talker_folder), "--weights", "fp32", "--draft",
+         str(write_draft(tmp_path / "draft", talker_folder))]
+    )  # fmt: skip
+    assert result["answers"] == 3 and abs(result["loss"]) < 0.05
+    assert [own["bytes_per_token"] for own in result["kinds"].values()] == [192, 104]

@@ -1,6 +1,8 @@
 """Runs: exact resume after being killed anywhere, learning, stopping, and what is refused."""
 
+import errno
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -264,3 +266,22 @@ def test_a_draft_vocabulary_is_part_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="was started with no draft vocabulary, not a draft voc"):
         _trainer(tmp_path / "plain", draft_token_ids=ids)
     assert plain.window["accepted_length"].value != trainer.window["accepted_length"].value
+
+
+def test_a_full_disk_keeps_the_state_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _trainer(tmp_path / "run")
+    trainer.training_step()
+    trainer.save()
+    trainer.training_step()
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DSparkError, match=r"No space left.*saved before is whole"):
+            trainer.save()
+    assert not list((tmp_path / "run").glob("*.partial"))
+    assert _trainer(tmp_path / "run").step == 1

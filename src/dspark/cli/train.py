@@ -11,9 +11,7 @@ from dspark.cli import options
 from dspark.cli.output import Screen, print_note
 
 if TYPE_CHECKING:
-    from dspark.recipes.evaluate import Evaluation
     from dspark.recipes.make_bundle import BundleResult
-    from dspark.training.trainer import TrainResult
 
 
 def train(
@@ -191,18 +189,20 @@ def train(
     )
     if result is None:  # another rank than the first
         return
-    if result.training is not None:
-        _tell(result.training, result.evaluation, result.output)
+    _tell(result)
     if json:
         Screen().json(_document(result))
 
 
-def _tell(training: "TrainResult", evaluation: "Evaluation | None", output: Path) -> None:
+def _tell(result: "BundleResult") -> None:
+    training, evaluation = result.training, result.evaluation
+    if training is None:
+        return
     state = "done" if training.finished else "stopped; run the same command again to resume"
     print_note(
         f"{state}: {training.steps} steps, {training.positions:,} positions in "
         f"{training.seconds:.0f} s; accepted length {training.validation['accepted_length']:.3f} "
-        f"on held-out responses; bundle in {output}"
+        f"on held-out responses; bundle in {result.output}"
     )
     for name, domain in (evaluation.domains if evaluation else {}).items():
         print_note(

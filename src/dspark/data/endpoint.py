@@ -7,10 +7,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dspark.core.errors import ConfigError, DSparkError
 from dspark.data.conversation import Message
+
+_T = TypeVar("_T")
 
 _LONGEST_WAIT = 30.0
 """Seconds between two tries."""
@@ -104,7 +106,7 @@ class Endpoint:
             raise ConfigError(f"{self.url} {listed}; name one with --endpoint-model")
         return names[0]
 
-    def _patiently(self, ask: Callable[[], Any]) -> Any:
+    def _patiently(self, ask: Callable[[], _T]) -> _T:
         wait = self.config.first_wait
         for left in reversed(range(self.config.tries)):
             try:

@@ -223,7 +223,8 @@ def _step_seconds(
     ]
     features = _RandomFeatures(model.config.feature_size, model.config.hidden_size)
     # Which tokens does not matter here.
-    ids = None if draft_vocabulary is None else torch.arange(draft_vocabulary)
+    vocabulary = loaded.binding.vocab_size
+    ids = None if draft_vocabulary is None else torch.arange(min(draft_vocabulary, vocabulary))
     head = VocabHead(loaded.binding, model.latent_size, config.torch_dtype, draft_token_ids=ids)
     model.train()
     seconds = 0.0

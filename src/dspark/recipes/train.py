@@ -68,6 +68,10 @@ class DraftShape:
             raise ConfigError(
                 f"there is no drafter {self.drafter!r}; {hint}there are {', '.join(DRAFTERS)}"
             )
+        if self.draft_vocabulary is not None and self.draft_vocabulary < 1:
+            raise ConfigError(
+                f"draft_vocabulary is {self.draft_vocabulary}; it must be at least 1 token"
+            )
         if self.drafter.startswith("dspark") and self.markov_rank < 1:
             raise ConfigError(
                 f"markov_rank is {self.markov_rank}; without a sequential head it is "

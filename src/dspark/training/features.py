@@ -239,7 +239,7 @@ def _quantised(rows_NW: Tensor, parts: int) -> dict[str, Tensor]:
 def _checksum(listing: str, tensors: dict[str, Tensor]) -> int:
     found = zlib.crc32(listing.encode())
     for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy(), found)
+        found = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().data, found)
     return found
 
 

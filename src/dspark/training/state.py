@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from dspark.core.errors import DataError
+from dspark.core.errors import DataError, DSparkError
 from dspark.training.ranks import full, like
 
 _NAMES = ("state.safetensors", "state.previous.safetensors")
@@ -33,10 +33,17 @@ class RunState:
 def save_state(folder: Path, state: RunState) -> None:
     current, previous = (folder / name for name in _NAMES)
     partial = folder / "state.partial"
-    with partial.open("wb") as file:
-        file.write(save(state.tensors, metadata={"numbers": json.dumps(state.numbers)}))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with partial.open("wb") as file:
+            file.write(save(state.tensors, metadata={"numbers": json.dumps(state.numbers)}))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DSparkError(
+            f"{folder}: {error.strerror}; the state saved before is whole: make room, then run the "
+            f"same command again"
+        ) from error
     if current.exists():
         current.replace(previous)
     partial.replace(current)
