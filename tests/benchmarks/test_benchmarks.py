@@ -313,3 +313,17 @@ def test_feature_precision(
     )  # fmt: skip
     assert result["answers"] == 3 and abs(result["loss"]) < 0.05
     assert [own["bytes_per_token"] for own in result["kinds"].values()] == [192, 104]
+
+
+def test_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    import objective
+
+    result = objective.main(
+        ["--anchors", "40", "--vocabulary", "600", "--draft-vocabulary", "200", "--hidden-size",
+         "16", "--rank", "4", "--repeats", "1", "--threads", "1", "--dtype", "float32"]
+    )  # fmt: skip
+    assert {*result["versions"]} == {
+        "plain", "plain-reduced", "ours float32", "ours-reduced float32"
+    }  # fmt: skip
+    assert result["versions"]["plain"]["share_of_plain_bytes"] == 1.0
+    assert "x as fast as plain" in capsys.readouterr().out

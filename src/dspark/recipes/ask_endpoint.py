@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from dspark.core.errors import DataError, DSparkError
+from dspark.core.records import FinishReason
 from dspark.core.sampling import SamplingParams
 from dspark.data.dialogues import Question
 from dspark.data.endpoint import Endpoint, EndpointConfig, EndpointError, Reply, is_hopeless
@@ -105,7 +106,7 @@ def _response(
     prompt_ids, response_ids = split_answer(
         tokenizer, question.messages, reply.text, ended=reply.ended, thinking=config.thinking
     )
-    reason = "stop" if reply.ended else "length"
+    reason: FinishReason = "stop" if reply.ended else "length"
     return make_response(question, params, prompt_ids, response_ids, reason)
 
 

@@ -243,10 +243,10 @@ def _work(
 ) -> Work:
     if given is not None:
         held_out = given.held_out[: run.job.validation_responses]
-        texts = [*given.train, *held_out]
+        sequences = [*given.train, *held_out]
         return Work(
             prompts=len(prompts), prompt_tokens_to_write=0, responses=0, response_tokens=0,
-            texts=len(texts), text_tokens=sum(len(text.token_ids) for text in texts),
+            texts=len(sequences), text_tokens=sum(len(s.token_ids) for s in sequences),
         )  # fmt: skip
     config = run.responses
     if run.synthesised.exists() and not run.prompts:
