@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 
 from dspark.server import chat, completions, operations
+from dspark.server.description import describe_server
 from dspark.server.errors import ApiError, answer_api_error, answer_http, answer_invalid
-from dspark.server.guard import Guard
+from dspark.server.guard import GUARDED, Guard
 from dspark.server.serving import Serving
 from dspark.server.wrapping import Wrapping
 
@@ -31,6 +32,7 @@ def build_app(serving: Serving) -> FastAPI:
         app.include_router(router)
     for file in PAGE.iterdir():
         _add_file(app, "/" if file.name == "index.html" else f"/{file.name}", file)
+    describe_server(app, serving, GUARDED)
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(RequestValidationError, answer_invalid)
     app.add_exception_handler(HTTPException, answer_http)

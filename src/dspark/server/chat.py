@@ -12,7 +12,9 @@ from dspark.core.errors import PromptError
 from dspark.core.sampling import SamplingParams
 from dspark.engine.request import TokenEvent
 from dspark.server.answer import Answer, ask
+from dspark.server.answer_schemas import ChatCompletion
 from dspark.server.asking import check_model, sampling_params
+from dspark.server.description import streamable
 from dspark.server.errors import bad_request, json_response, unsupported
 from dspark.server.logprobs import chat_logprobs
 from dspark.server.logs import log
@@ -25,7 +27,7 @@ from dspark.server.usage import usage_of
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", **streamable(ChatCompletion))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     check_model(serving, body.model)

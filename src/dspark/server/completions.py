@@ -11,7 +11,9 @@ from starlette.responses import Response
 from dspark.core.records import TokenLogprob
 from dspark.engine.request import TokenEvent
 from dspark.server.answer import Answer, ask
+from dspark.server.answer_schemas import Completion
 from dspark.server.asking import check_model, sampling_params
+from dspark.server.description import streamable
 from dspark.server.errors import bad_request, json_response
 from dspark.server.logprobs import CompletionLogprobs
 from dspark.server.logs import log
@@ -25,7 +27,7 @@ _DEFAULT_TOKENS = 16
 """OpenAI's."""
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", **streamable(Completion))
 async def completions(body: CompletionBody, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     check_model(serving, body.model)

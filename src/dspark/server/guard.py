@@ -7,7 +7,7 @@ from dspark.server.errors import ApiError, draining, json_response
 from dspark.server.limits import KeyLimits
 from dspark.server.serving import Serving
 
-_GUARDED = ("/v1/", "/tokenize", "/detokenize", "/stats")
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/stats")
 _COUNTED = ("/v1/chat/completions", "/v1/completions")
 """What takes a place in the key's limits, for as long as its answer lasts."""
 
@@ -20,7 +20,7 @@ class Guard:
         self._limits: KeyLimits = serving.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_GUARDED):
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
             await self._app(scope, receive, send)
             return
         try:

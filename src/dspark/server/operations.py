@@ -6,10 +6,20 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from dspark.server.answer_schemas import (
+    ModelList,
+    ServedModel,
+    Stats,
+    Status,
+    Text,
+    Tokens,
+    Version,
+)
 from dspark.server.asking import check_model
 from dspark.server.chat import encode_messages
+from dspark.server.description import described, plain_text
 from dspark.server.errors import ApiError, bad_request, draining, json_response
 from dspark.server.schemas import DetokenizeBody, TokenizeBody
 from dspark.server.serving import Serving
@@ -22,7 +32,7 @@ def _serving(request: Request) -> Serving:
     return serving
 
 
-@router.get("/health")
+@router.get("/health", **described(Status))
 async def health(request: Request) -> Response:
     """The process is alive and its engine's thread runs."""
     if not _serving(request).engine.alive:
@@ -30,7 +40,7 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-@router.get("/ready")
+@router.get("/ready", **described(Status))
 async def ready(request: Request) -> Response:
     """New requests are taken."""
     serving = _serving(request)
@@ -39,18 +49,18 @@ async def ready(request: Request) -> Response:
     return json_response({"status": "ready"})
 
 
-@router.get("/version")
+@router.get("/version", **described(Version))
 async def version(request: Request) -> Response:
     return json_response({"version": _serving(request).about["version"]})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse, **plain_text())
 async def metrics(request: Request) -> Response:
     text = _serving(request).metrics.text()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/stats")
+@router.get("/stats", **described(Stats))
 async def stats(request: Request) -> Response:
     """The live page's data: see `dspark.server.live`."""
     serving = _serving(request)
@@ -59,12 +69,12 @@ async def stats(request: Request) -> Response:
     return json_response({**document, "engine": asdict(serving.stats()), "server": server})
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **described(ModelList))
 async def models(request: Request) -> Response:
     return json_response({"object": "list", "data": [_model(_serving(request))]})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", **described(ServedModel))
 async def model(name: str, request: Request) -> Response:
     check_model(_serving(request), name)
     return json_response(_model(_serving(request)))
@@ -80,7 +90,7 @@ def _model(serving: Serving) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", **described(Tokens))
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     serving = _serving(request)
     check_model(serving, body.model)
@@ -99,13 +109,13 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     )
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", **described(Text))
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     serving = _serving(request)
     check_model(serving, body.model)
-    vocabulary = len(serving.tokenizer)
-    if not all(0 <= token < vocabulary for token in body.tokens):
-        raise bad_request(f"tokens: ids must be in [0, {vocabulary})", "tokens")
+    last = serving.last_token
+    if not all(0 <= token <= last for token in body.tokens):
+        raise bad_request(f"tokens: ids must be in [0, {last}]", "tokens")
     text = await asyncio.to_thread(
         serving.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False
     )

@@ -48,3 +48,8 @@ class Serving:
         """Tokens that a prompt and its answer may have together."""
         stats = self.stats()
         return min(self.engine.engine.target.max_context, stats.pages * stats.page_size)
+
+    @property
+    def last_token(self) -> int:
+        """The highest token id that has a text."""
+        return len(self.tokenizer) - 1
