@@ -1,22 +1,31 @@
-"""Open-loop load on a running server: requests arrive at a fixed rate, whether or not it keeps up.
+"""Open-loop load on a server: requests arrive at a fixed rate, whether or not it keeps up.
 
-    dspark serve &
+    python benchmarks/open_loop.py --serve "" --report docs/results/overload
     python benchmarks/open_loop.py --url http://127.0.0.1:8000 --rate 3 --seconds 300
+
+The first starts a server of its own (`--serve` holds more arguments for `dspark serve`), measures
+its capacity, offers 1.5 times as much for five minutes, and keeps the report.
 
 Arrivals are Poisson (seeded). Every admitted stream is checked: it must end with a finish reason,
 report its usage, and, since the same prompt and seed must give the same
 text, equal every other stream of its pair: a mixed-up stream would not. Refusals (429, 503) must
 come at once. `--rate 0` first measures what the server can do with `--concurrency` requests in
-flight, and then runs at `--overload` times that. Memory is read from `--pid`, if given. The last
-line is one JSON document; exit code 1 when something was lost.
+flight, and then runs at `--overload` times that. Memory is read from `--pid`, if given, or from the
+server that was started. The last line is one JSON document; exit code 1 when something was lost.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
+import re
+import shlex
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,6 +203,37 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return report(load, await arrivals(load, rate, arguments.seconds, arguments.pid), rate)
 
 
+@contextlib.contextmanager
+def served(arguments: str) -> Iterator[tuple[str, int]]:
+    """Starts `dspark serve`; its address and process id."""
+    program = [sys.executable, "-c", "from dspark.cli.main import main; main()", "serve"]
+    command = [*program, "--port", "0", *shlex.split(arguments)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            said = []
+            for line in process.stderr:
+                said.append(line)
+                if found := re.search(r" at (http://\S+)/v1", line):
+                    break
+            else:
+                raise SystemExit(f"the server did not start: {''.join(said)}")
+            # Its log is read to the end, or it would wait for a reader.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield found[1], process.pid
+        finally:
+            process.terminate()
+
+
+def keep(document: dict[str, Any], path: Path, command: str) -> None:
+    """The report as PATH.json and PATH.md."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    rows = "".join(f"| {name} | {value} |\n" for name, value in document.items())
+    text = f"# Open-loop load\n\n`{command}`\n\n| | |\n|---|---|\n{rows}"
+    path.with_suffix(".md").write_text(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
@@ -205,7 +245,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--pid", type=int, default=None, help="the server's, for its memory")
-    document = asyncio.run(run(parser.parse_args()))
+    parser.add_argument("--serve", default=None, metavar="ARGS", help="start a server with these")
+    parser.add_argument("--report", type=Path, default=None, metavar="PATH", help="PATH.json, .md")
+    given = parser.parse_args()
+    if given.serve is None:
+        document = asyncio.run(run(given))
+    else:
+        with served(given.serve) as (given.url, given.pid):
+            document = asyncio.run(run(given))
+    if given.report is not None:
+        keep(document, given.report, shlex.join(["python", *sys.argv]))
     for name, value in document.items():
         print(f"{name:22} {value}")
     print(json.dumps(document, separators=(",", ":")))

@@ -1,6 +1,7 @@
 """Log-probabilities in both shapes, and the requests that evaluation harnesses score with."""
 
 import json
+import math
 
 import pytest
 
@@ -72,6 +73,27 @@ def test_scoring_as_lm_eval_does(server, tiny_llm):
             # As the harness decides whether a continuation is the greedy one.
             for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True):
                 assert token in top and max(top.values()) >= top[token]
+
+
+def test_draft_and_target_probabilities_of_tokens(server):
+    """At temperature 0 a slot holds one token: the one that was drafted."""
+    seen = set()
+    for temperature in (0, 1.5):
+        answer = server.chat(
+            token_details=True, logprobs=True, max_tokens=60, temperature=temperature, seed=2
+        )
+        choice = answer.json()["choices"][0]
+        entries = choice["logprobs"]["content"]
+        for token, entry in zip(choice["dspark"]["tokens"], entries, strict=True):
+            assert token["target_prob"] == pytest.approx(math.exp(entry["logprob"]))
+            drafted = token["fate"] in ("accepted", "corrected")
+            assert ("draft_prob" in token) == drafted, token
+            if drafted and temperature == 0:
+                assert token["draft_prob"] == (token["fate"] == "accepted")
+            elif drafted:
+                assert token["fate"] == "corrected" or 0 < token["draft_prob"] < 1
+            seen.add((temperature, token["fate"]))
+    assert {(0, "corrected"), (1.5, "accepted"), (1.5, "corrected")} <= seen
 
 
 def test_guided_answers(server):

@@ -1,5 +1,6 @@
 """Metrics of speculation against records that are known."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from dspark.core.records import EngineStats, RoundRecord, StepRecord
 from dspark.server.live import LiveView
 from dspark.server.metrics import ServerMetrics
+from dspark.server.reliability import Reliability
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 STATS = EngineStats(
@@ -18,10 +20,10 @@ STATS = EngineStats(
 )  # fmt: skip
 
 
-def round_record(admitted, accepted, *, ended=False, emitted=None, confidence=()):
+def round_record(admitted, accepted, *, ended=False, emitted=None, survival=()):
     return RoundRecord(
         request=0, round=1, proposed=4, admitted=admitted, accepted=accepted,
-        emitted=accepted + 1 if emitted is None else emitted, ended=ended, confidence=confidence,
+        emitted=accepted + 1 if emitted is None else emitted, ended=ended, survival=survival,
     )  # fmt: skip
 
 
@@ -30,7 +32,7 @@ RECORD = StepRecord(
     batch_tokens=20,
     prefill_tokens=8,
     rounds=(
-        round_record(4, 2, confidence=(2.0, 0.0, -2.0, 0.0)),
+        round_record(4, 2, survival=(0.9, 0.72, 0.072, 0.05)),
         round_record(4, 4),
         round_record(2, 1, ended=True, emitted=1),  # the text ended with its first draft token
         round_record(0, 0),
@@ -63,6 +65,30 @@ def test_counts():
         assert found[f"dspark_{name}"] == value, name
 
 
+def test_calibration_as_served():
+    metrics = ServerMetrics()
+    metrics.watch(lambda: STATS)
+    assert "dspark_calibration_error{" not in metrics.text().decode(), "nothing is known yet"
+    metrics.observe(RECORD)
+    metrics.observe(dataclasses.replace(RECORD, calibration=3))
+    found = samples(metrics)
+    errors = [found[f'dspark_calibration_error{{position="{k}"}}'] for k in (1, 2, 3, 4)]
+    # Survival against the two accepted tokens of the one round that had any, twice the same.
+    assert errors == pytest.approx([0.1, 0.28, 0.072, 0.05])
+    assert found["dspark_calibration_refits"] == 3
+
+
+def test_reliability_forgets():
+    reliability = Reliability()
+    for _ in range(20_000):
+        reliability.add(0.5, False)
+    assert reliability.error() == pytest.approx(0.5)
+    for number in range(100_000):
+        reliability.add(0.5, number % 2 == 0)
+    assert reliability.error() < 0.02
+    assert sum(row["count"] for row in reliability.rows()) <= 20_000
+
+
 def test_the_live_page_counts_what_was_decided():
     live = LiveView(clock=lambda: 3.0)
     live.observe(RECORD)
@@ -75,7 +101,8 @@ def test_the_live_page_counts_what_was_decided():
     bins = document["reliability"]
     assert sum(bin_["count"] for bin_ in bins) == 3
     assert bins[0]["accepted"] == 0 and bins[-1]["accepted"] == 1
-    assert bins[-1]["confidence"] == pytest.approx(0.8808, abs=1e-4)
+    # Of each position given those before it: 0.9, 0.72 / 0.9 and 0.072 / 0.72.
+    assert [bin_["confidence"] for bin_ in bins] == pytest.approx([0.1, 0.8, 0.9])
     assert json.dumps(document)
 
 

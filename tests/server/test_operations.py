@@ -1,5 +1,6 @@
 """Keys, limits, clients that leave, deadlines, shutdown, logs."""
 
+import contextlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 
+import httpx2
 import openai
 import pytest
 
@@ -140,7 +142,7 @@ def test_a_client_that_vanishes_frees_its_pages(make_server, slow, stream):
 
 def test_a_reader_that_reads_nothing_blocks_nobody(make_server):
     server = make_server()
-    with open_stream(server, {**LONG, "n": 4, "token_details": True}):
+    with open_stream(server, {**LONG, "n": 4, "max_tokens": 60, "token_details": True}):
         for _ in range(3):
             assert server.chat().status_code == 200
         server.wait_idle()
@@ -235,24 +237,43 @@ def test_bad_settings():
             ServerConfig(**{field: value})
 
 
-def start_process(folder, *args):
+@contextlib.contextmanager
+def start_process(folder, port="0", stderr=subprocess.PIPE):
+    """A server in a process of its own, which does not outlive the test."""
     command = [
-        sys.executable, "-c", "from dspark.cli.main import main; main()", "serve", "--port", "0",
-        "--target", str(folder[0]), "--draft", str(folder[1]), "--weights", "fp32", *args,
+        sys.executable, "-c", "from dspark.cli.main import main; main()", "serve", "--port", port,
+        "--target", str(folder[0]), "--draft", str(folder[1]), "--weights", "fp32",
     ]  # fmt: skip
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    with subprocess.Popen(command, stderr=stderr, text=True, env={**os.environ}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_for_url(process):
     for line in process.stderr:
         if "/v1" in line:
-            return line.split(" at ")[1].split("/v1")[0]
+            url = line.split(" at ")[1].split("/v1")[0]
+            wait_until_ready(process, url)
+            return url
     raise AssertionError("it did not start")
 
 
-def test_a_process_and_its_signals(target_folder, bundle_folder):
-    import httpx2
+def wait_until_ready(process, url):
+    """It says its address before it listens there."""
 
+    def ready():
+        assert process.poll() is None, "it did not start"
+        try:
+            return httpx2.get(f"{url}/ready").status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    wait_until(ready, seconds=300)
+
+
+def test_a_process_and_its_signals(target_folder, bundle_folder):
     for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
         with start_process((target_folder, bundle_folder)) as process:
             url = wait_for_url(process)

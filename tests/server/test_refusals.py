@@ -16,6 +16,12 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
         ({"audio": {"voice": "x"}}, "audio"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
+        ({"top_p": "0.5"}, "top_p"),
+        ({"top_k": 1e308}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"n": True}, "n"),
+        ({"stop_token_ids": [10**40]}, "stop_token_ids"),
+        ({"min_tokens": 2**70}, "min_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"n": 0}, "n"),
@@ -54,6 +60,18 @@ def test_a_prompt_that_does_not_fit(server):
     assert "256" in answer.json()["error"]["message"]
     answer = server.chat(max_tokens=255)
     assert answer.status_code == 400 and "max_tokens" in answer.json()["error"]["message"]
+
+
+def test_halves_of_characters(server):
+    """Legal JSON, and no text: no tokenizer takes it."""
+    for path in ("/v1/completions", "/tokenize"):
+        for prompt in ('"\\ud800"', '"a\\udfffb"'):
+            text = f'{{"prompt": {prompt}}}'
+            answer = server.http.post(
+                path, content=text, headers={"content-type": "application/json"}
+            )
+            assert answer.status_code == 400, answer.text
+            assert "surrogate" in answer.json()["error"]["message"]
 
 
 def test_the_clients_exceptions(server):

@@ -50,6 +50,14 @@ def serve(
     target: options.Target = None,
     draft: options.Draft = None,
     policy: options.Policy = None,
+    recalibrate: Annotated[
+        bool,
+        typer.Option(
+            "--recalibrate",
+            help="Refit the confidence's temperatures to what is served, and verify one round in "
+            "a hundred whole for it.",
+        ),
+    ] = False,
     weights: options.Weights = None,
     threads: options.Threads = None,
     max_requests: Annotated[
@@ -89,6 +97,9 @@ def serve(
     max_body_kib: Annotated[int, typer.Option(help="Largest request body, in KiB.")] = 1024,
     requests_per_minute: Annotated[int, typer.Option(help="Per API key; 0 is no limit.")] = 0,
     concurrent_requests: Annotated[int, typer.Option(help="Per API key; 0 is no limit.")] = 0,
+    receive_timeout: Annotated[
+        float, typer.Option(help="Seconds that a client may be silent while it sends a request.")
+    ] = 30.0,
     request_timeout: Annotated[
         float, typer.Option(help="Seconds that a request may take in all.")
     ] = 600.0,
@@ -119,6 +130,7 @@ def serve(
         max_body_kib=max_body_kib,
         requests_per_minute=requests_per_minute,
         concurrent_requests=concurrent_requests,
+        receive_timeout=receive_timeout,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
         log_prompts=log_prompts,
@@ -132,6 +144,7 @@ def serve(
         target,
         draft=draft or "auto",
         policy=policy,
+        recalibrate=recalibrate,
         weights=weights_value(weights),
         threads=threads,
         progress=progress,

@@ -44,6 +44,9 @@ class RoundRecord:
     """The text ended in this round (EOS, stop token or length)."""
     confidence: tuple[float, ...] = ()
     """Raw confidence logits per position; empty without a confidence head."""
+    survival: tuple[float, ...] = ()
+    """Calibrated probabilities that the draft is accepted up to each position, as the round was
+    scheduled with them; empty without a confidence head."""
 
     @property
     def judged(self) -> int:

@@ -83,7 +83,7 @@ class SamplingParams:
             optional = name in ("seed", "logprobs", "prompt_logprobs") and value is None
             _check(_whole(value) or optional, name, repr(value), "a whole number")
         _check(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive count")
+        _check(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (off) or a count below 2^31")
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
         _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
         for name in ("presence_penalty", "frequency_penalty"):

@@ -30,7 +30,7 @@ from dspark.engine.constraints import (
 from dspark.engine.draft_context import DraftContext
 from dspark.engine.ending import walk
 from dspark.engine.guided import GrammarCompiler
-from dspark.engine.logprobs import score_prompt, share_rows, token_logprobs
+from dspark.engine.logprobs import draft_probs, score_prompt, share_rows, token_logprobs
 from dspark.engine.memory import KVMemory
 from dspark.engine.places import Places
 from dspark.engine.request import Request, RequestState, TokenEvent
@@ -231,7 +231,7 @@ class Engine:
         verified = self._verify(batch, draft, output)
         seconds["sample"] = -started + (started := clock())
 
-        events, rounds = self._commit(batch, drafted, draft, verified, output)
+        events, rounds = self._commit(batch, view, drafted, draft, verified, output)
         self._extend_draft_context(batch, verified, output)
         self._publish(batch)
         seconds["commit"] = clock() - started
@@ -284,6 +284,7 @@ class Engine:
     def _commit(
         self,
         batch: StepBatch,
+        view: RoundView,
         drafted: np.ndarray,
         draft: DraftBlock | None,
         verified: Verified | None,
@@ -300,6 +301,7 @@ class Engine:
         proposals = draft.tokens_RK.tolist() if draft is not None else []
         lengths = _lengths(draft)
         confidences = _confidence_rows(draft)
+        survivals = [] if view.survival_RK is None else view.survival_RK.tolist()
         accepted_counts, next_tokens = verified.accepted_R.tolist(), verified.next_token_R.tolist()
         for r, state in enumerate(batch.sampled):
             first = not state.output
@@ -314,8 +316,8 @@ class Engine:
             fates = _fates(admitted, accepted)[: len(tokens)]
             state.output += tokens
             self.places.waiting.charge(state.request.owner, len(tokens))
+            proposed = not first and self.drafter is not None and bool(drafted[r])
             if not first:
-                proposed = self.drafter is not None and bool(drafted[r])
                 state.cached += 1 + accepted  # the anchor and the accepted tokens have K/V now
                 rounds.append(
                     RoundRecord(
@@ -327,6 +329,7 @@ class Engine:
                         emitted=len(tokens),
                         ended=finished is not None,
                         confidence=confidences[r] if proposed and confidences else (),
+                        survival=tuple(survivals[r]) if proposed and survivals else (),
                     )
                 )
             events.append(
@@ -341,6 +344,9 @@ class Engine:
                         state.request.params, output.logits_MV, batch.first_rows[r], tokens
                     ),
                     prompt_logprobs=tuple(state.prompt_logprobs) if first else (),
+                    draft_probs=draft_probs(state.request.params, draft, r, lengths[r], tokens)
+                    if proposed and draft is not None
+                    else (),
                     stopped_by=walked.stopped_by,
                 )
             )

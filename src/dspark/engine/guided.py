@@ -138,7 +138,8 @@ class LlguidanceGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise DSparkError(f"guided decoding failed: {_one_line(self._matcher.get_error())}")
+            reason = _one_line(self._matcher.get_error())
+            raise ConfigError(f"guided decoding failed: {reason}; ask for something simpler")
 
 
 def _one_line(text: str) -> str:

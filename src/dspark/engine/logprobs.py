@@ -9,6 +9,7 @@ from dspark.core.errors import DSparkError
 from dspark.core.records import TokenLogprob
 from dspark.core.sampling import SamplingParams
 from dspark.engine.request import RequestState
+from dspark.nn.seams import DraftBlock
 
 _ROWS = 64
 """Rows whose log-probabilities [rows, V] exist at once."""
@@ -75,3 +76,18 @@ def _entries(logits_TV: Tensor, tokens: Sequence[int], most: int) -> tuple[Token
         TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
         for token, logprob, (ids, values) in zip(tokens, own_T, likeliest, strict=True)
     )
+
+
+def draft_probs(
+    params: SamplingParams, block: DraftBlock, row: int, slots: int, tokens: Sequence[int]
+) -> tuple[float, ...]:
+    """What a block's first `slots` slots gave the tokens that came out there; () if no
+    log-probabilities are asked for. Every one but the last was accepted, so each slot was drawn
+    after the very tokens that came out before it."""
+    if params.logprobs is None:
+        return ()
+    tokens = tokens[:slots]
+    index_T1 = torch.tensor(tokens, dtype=torch.int64)[:, None]
+    held_TC = block.candidates_RKC[row, : len(tokens)] == index_T1
+    probs: list[float] = (block.probs_RKC[row, : len(tokens)] * held_TC).sum(-1).tolist()
+    return tuple(probs)

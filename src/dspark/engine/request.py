@@ -66,6 +66,10 @@ class TokenEvent:
     stop string; empty strings are common. () in an engine without a tokenizer."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One a token, where the request asks for them."""
+    draft_probs: tuple[float, ...] = ()
+    """Beside them: what the drafter's slot at each token gave it, after temperature and truncation,
+    0 for a token that the slot could not have drawn. Shorter than `tokens` where there was no draft
+    slot, as for the token after a whole accepted block."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     """In a request's first event that is no failure, where it asks for them: one a prompt token;
     None for the first, which nothing comes before."""

@@ -212,7 +212,8 @@ class EngineService:
                 self._hand_out(self.engine.cancel(None if closing else ids))
             if closing:
                 return
-            self._hand_out(self._step())
+            if not self.engine.idle:  # as it may be after a cancellation
+                self._hand_out(self._step())
 
     def _has_work(self) -> bool:
         arrived = self._arrived or self._cancelled or self._closing

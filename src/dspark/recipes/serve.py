@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dspark.server.serving import Serving
 
 Say = Callable[[str], None]
-_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
 def require_serve_extra() -> None:

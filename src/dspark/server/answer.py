@@ -37,6 +37,8 @@ class Answer:
         self._details = details
         self._timed_out = False
         self._started = time.perf_counter()
+        self._unfinished = len(stream.requests)
+        """Choices whose end has not been seen, and counted, here."""
         self._last: dict[int, float] = {}
         """When each choice's last tokens came."""
         self._alarm = asyncio.get_running_loop().call_later(
@@ -58,6 +60,8 @@ class Answer:
         """Lets go of everything; whatever still runs is cancelled."""
         self._alarm.cancel()
         self.cancel()
+        for _ in range(self._unfinished):  # nobody waits for their last events
+            self._finished("cancelled", time.perf_counter())
         if self._details:
             for request in self._stream.requests:
                 self._serving.notes.forget(request.id)
@@ -94,8 +98,11 @@ class Answer:
                 metrics.next_tokens(now - last, len(event.tokens))
             self._last[event.choice] = now
         if event.finished is not None:
-            reason = "timeout" if self._timed_out else event.finished
-            metrics.finished(reason, len(self.prompt), now - self._started)
+            self._finished("timeout" if self._timed_out else event.finished, now)
+
+    def _finished(self, reason: str, now: float) -> None:
+        self._unfinished -= 1
+        self._serving.metrics.finished(reason, len(self.prompt), now - self._started)
 
     def _time_out(self) -> None:
         self._timed_out = True

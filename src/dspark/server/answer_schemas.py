@@ -42,10 +42,10 @@ class TokenDetails(Document):
     target_prob: float | None = None
     """With logprobs: the target's own probability, before temperature and truncation."""
     draft_prob: float | None = None
-    """The probability that the draft token at this place was drawn with; it is this token where
-    that was accepted."""
+    """With logprobs: what the drafter's slot gave this token, after temperature and truncation, as
+    drafts are drawn; 0 for a token that it could not have drawn."""
     confidence: float | None = None
-    """Of the drafter, at this position, given that all before it were accepted."""
+    """Calibrated: that the draft token here is accepted, given that all before it are."""
     survival: float | None = None
     """Product of the confidences so far."""
 

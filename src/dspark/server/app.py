@@ -39,7 +39,10 @@ def build_app(serving: Serving) -> FastAPI:
     # The last one added is the outermost.
     app.add_middleware(Guard, serving=serving)
     app.add_middleware(
-        Wrapping, max_body_bytes=serving.config.max_body_kib * 1024, metrics=serving.metrics
+        Wrapping,
+        max_body_bytes=serving.config.max_body_kib * 1024,
+        receive_timeout=serving.config.receive_timeout,
+        metrics=serving.metrics,
     )
     return app
 

@@ -9,7 +9,7 @@ from dspark.server.errors import ApiError, bad_request
 from dspark.server.schemas import SEED_LIMIT, GenerationBody, ResponseFormat
 from dspark.server.serving import Serving
 
-OUR_NAMES = {"max_new_tokens": "max_tokens", "prompt_logprobs": "echo with logprobs"}
+OUR_NAMES = {"max_new_tokens": "max_tokens", "prompt_logprobs": "echo"}
 """Engine's name -> API's, where they differ."""
 
 
@@ -24,9 +24,12 @@ def check_model(serving: Serving, model: str | None) -> None:
 
 
 def sampling_params(
-    body: GenerationBody, *, max_tokens: int, logprobs: int | None, echo: bool = False
+    body: GenerationBody, *, max_tokens: int, logprobs: int | None, scored: bool = False
 ) -> SamplingParams:
-    """Raises ApiError 400 where the engine refuses a value."""
+    """scored: the prompt's log-probabilities are wanted, too.
+
+    Raises ApiError 400 where the engine refuses a value.
+    """
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -45,7 +48,7 @@ def sampling_params(
         "seed": None if body.seed is None else body.seed % SEED_LIMIT,
         "guided": _guided(body.response_format),
         "logprobs": logprobs,
-        "prompt_logprobs": logprobs if echo else None,
+        "prompt_logprobs": (logprobs or 0) if scored else None,
     }
     try:
         return SamplingParams(
@@ -63,12 +66,27 @@ def as_bad_request(error: UserError) -> ApiError:
     message = str(error)
     for ours, theirs in OUR_NAMES.items():
         message = message.replace(ours, theirs)
-    name = message.split(" ", 1)[0]
-    known = name in GenerationBody.model_fields or name == "max_tokens"
-    refused = bad_request(message, name if known else None)
+    name: str | None = message.split(" ", 1)[0]
+    if name in ("json_schema", "guided"):
+        name, message = "response_format", f"response_format: {message}"
+    elif name not in GenerationBody.model_fields and name != "max_tokens":
+        name = None
+    refused = bad_request(message, name)
     if "context of" in message:
         refused.body["code"] = "context_length_exceeded"
     return refused
+
+
+def encode_text(serving: Serving, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a plain text. Raises ApiError 400 for one that is empty or no valid Unicode."""
+    if not text:  # before a tokenizer puts its own first token there
+        raise bad_request("the prompt is empty; give it some text", "prompt")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise bad_request("prompt: it has half of a surrogate pair; send UTF-8", "prompt") from None
+    encoded = serving.tokenizer(text, add_special_tokens=add_special_tokens)
+    return [int(token) for token in encoded["input_ids"]]
 
 
 def _speculation(body: GenerationBody) -> str | int | None:

@@ -12,7 +12,7 @@ from dspark.core.records import TokenLogprob
 from dspark.engine.request import TokenEvent
 from dspark.server.answer import Answer, ask
 from dspark.server.answer_schemas import Completion
-from dspark.server.asking import check_model, sampling_params
+from dspark.server.asking import check_model, encode_text, sampling_params
 from dspark.server.description import streamable
 from dspark.server.errors import bad_request, json_response
 from dspark.server.logprobs import CompletionLogprobs
@@ -36,10 +36,10 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
         body,
-        # Scoring asks for no token at all. The engine makes one at least; it is left out then.
-        max_tokens=1 if max_tokens == 0 and body.echo else max_tokens,
+        max_tokens=max_tokens,
         logprobs=body.logprobs,
-        echo=body.echo and body.logprobs is not None,
+        # Without a token to make there is something to compute only for a prompt that is scored.
+        scored=body.echo and (body.logprobs is not None or max_tokens == 0),
     )
     answers: list[Answer] = []
     owner = request.state.log["key"]
@@ -58,7 +58,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     )  # fmt: skip
     if serving.config.log_prompts:
         log("prompt", request=request.state.request_id, prompt=body.prompt)
-    writing = _Writing(serving, body, answers, silent=max_tokens == 0)
+    writing = _Writing(serving, body, answers)
     if body.stream:
         seconds = serving.config.request_timeout
         return EventStream(writing.chunks(), answers, seconds=seconds)
@@ -83,31 +83,22 @@ def _encode(serving: Serving, body: CompletionBody) -> list[list[int]]:
     if len(prompt) == 0:
         raise bad_request("the prompt is empty; give it some text", "prompt")
     if isinstance(prompt, str):
-        return [_tokens(serving, prompt)]
+        return [encode_text(serving, prompt)]
     if isinstance(prompt[0], int):
         return [prompt]
     return [
-        _tokens(serving, one) if isinstance(one, str) else one
+        encode_text(serving, one) if isinstance(one, str) else one
         for one in cast(list[str | list[int]], prompt)
     ]
-
-
-def _tokens(serving: Serving, text: str) -> list[int]:
-    if not text:  # before a tokenizer puts its own first token there
-        raise bad_request("the prompt is empty; give it some text", "prompt")
-    return [int(token) for token in serving.tokenizer(text)["input_ids"]]
 
 
 class _Writing:
     """Answers in the completions API's shapes. Choices count on from prompt to prompt."""
 
-    def __init__(
-        self, serving: Serving, body: CompletionBody, answers: list[Answer], *, silent: bool
-    ) -> None:
+    def __init__(self, serving: Serving, body: CompletionBody, answers: list[Answer]) -> None:
         self._serving = serving
         self._body = body
         self._answers = answers
-        self._silent = silent
         self._common = {
             "id": f"cmpl-{answers[0].id}",
             "object": "text_completion",
@@ -126,7 +117,7 @@ class _Writing:
                 each = options is not None and options.continuous_usage_stats
                 yield self._chunk([choice], usage_of(self._answers) if each else None)
         if options is not None and options.include_usage:
-            yield self._chunk([], self._usage())
+            yield self._chunk([], usage_of(self._answers))
 
     async def whole(self) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [{} for _ in range(self._count)]
@@ -134,14 +125,13 @@ class _Writing:
             new = self._choice(answer, event, details)
             old = choices[new["index"]]
             choices[new["index"]] = _joined(old, new) if old else new
-        return {**self._common, "choices": choices, "usage": self._usage()}
+        return {**self._common, "choices": choices, "usage": usage_of(self._answers)}
 
     def _choice(self, answer: int, event: TokenEvent, details: Any) -> dict[str, Any]:
         """What one event adds to its choice; the echoed prompt comes with the first."""
         index = answer * self._body.n + event.choice
-        text = "" if self._silent else event.text
-        logprobs: list[TokenLogprob | None] = [] if self._silent else [*event.logprobs]
-        tokens = [] if self._silent else [*event.tokens]
+        text, tokens = event.text, [*event.tokens]
+        logprobs: list[TokenLogprob | None] = [*event.logprobs]
         if self._body.echo and index not in self._begun:
             prompt = self._answers[answer].prompt
             text = self._serving.tokenizer.decode(prompt, skip_special_tokens=True) + text
@@ -159,12 +149,6 @@ class _Writing:
         if self._body.token_details:
             choice["dspark"] = {"tokens": details}
         return choice
-
-    def _usage(self) -> dict[str, Any]:
-        usage = usage_of(self._answers)
-        if self._silent:
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return usage
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> bytes:
         chunk = {**self._common, "choices": choices}

@@ -28,6 +28,9 @@ class ServerConfig:
     """Per key, with a minute's worth as the burst; 0 is no limit."""
     concurrent_requests: int = 0
     """Per key; 0 is no limit."""
+    receive_timeout: float = 30.0
+    """Seconds that a client has to send a request's head, and then between parts of its body; also
+    how long a connection may be idle between requests."""
     request_timeout: float = 600.0
     """Seconds from arrival to the last token."""
     drain_timeout: float = 30.0
@@ -43,6 +46,7 @@ class ServerConfig:
             "max_choices": (1, 1024),
             "requests_per_minute": (0, 10**9),
             "concurrent_requests": (0, 10**9),
+            "receive_timeout": (0.001, 10**7),
             "request_timeout": (0.001, 10**7),
             "drain_timeout": (0.0, 10**7),
         }

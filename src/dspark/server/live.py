@@ -1,6 +1,5 @@
 """The last minutes of a server, small enough to send every second: what the live page draws."""
 
-import math
 import threading
 import time
 from collections import deque
@@ -9,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.core.records import RoundRecord, StepRecord
+from dspark.server.reliability import Reliability, conditional
 
 SECONDS_KEPT = 300
 STEPS_KEPT = 96
-BINS = 10
-"""Of the reliability diagram."""
 
 
 @dataclass(slots=True)
@@ -40,13 +38,6 @@ SECOND_COLUMNS = (
 
 
 @dataclass(slots=True)
-class _Bin:
-    count: int = 0
-    confidence: float = 0.0
-    accepted: int = 0
-
-
-@dataclass(slots=True)
 class _Totals:
     rounds: int = 0
     drafted: int = 0
@@ -70,7 +61,7 @@ class LiveView:
         self._seconds: deque[_Second] = deque(maxlen=SECONDS_KEPT)
         self._steps: deque[dict[str, Any]] = deque(maxlen=STEPS_KEPT)
         self._totals = _Totals()
-        self._bins = [_Bin() for _ in range(BINS)]
+        self._reliability = Reliability()
 
     def observe(self, record: StepRecord) -> None:
         with self._lock:
@@ -111,15 +102,7 @@ class LiveView:
                     for offered, accepted in zip(totals.offered_at, totals.accepted_at, strict=True)
                 ],
                 "lengths": [*totals.lengths],
-                "reliability": [
-                    {
-                        "count": one.count,
-                        "confidence": one.confidence / one.count,
-                        "accepted": one.accepted / one.count,
-                    }
-                    for one in self._bins
-                    if one.count
-                ],
+                "reliability": self._reliability.rows(),
             }
 
     def _add(self, one: RoundRecord) -> None:
@@ -139,12 +122,8 @@ class LiveView:
             accepted = position < one.accepted
             totals.offered_at[position] += 1
             totals.accepted_at[position] += accepted
-            if position < len(one.confidence):
-                confidence = _sigmoid(one.confidence[position])
-                bin_ = self._bins[min(BINS - 1, int(confidence * BINS))]
-                bin_.count += 1
-                bin_.confidence += confidence
-                bin_.accepted += accepted
+            if position < len(one.survival):
+                self._reliability.add(conditional(one.survival, position), accepted)
 
 
 def _step(record: StepRecord, now: float) -> dict[str, Any]:
@@ -162,7 +141,3 @@ def _step(record: StepRecord, now: float) -> dict[str, Any]:
 
 def _grow(values: list[int], length: int) -> None:
     values.extend([0] * (length - len(values)))
-
-
-def _sigmoid(logit: float) -> float:
-    return 0.5 * (1.0 + math.tanh(0.5 * logit))  # without overflow

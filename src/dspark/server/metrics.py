@@ -2,12 +2,14 @@
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dspark.core.records import EngineStats, StepRecord
+from dspark.core.records import EngineStats, RoundRecord, StepRecord
+from dspark.server.reliability import Reliability
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -45,6 +47,10 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"dspark_{name}", meaning, value=getattr(stats, name))
 
 
+def _error(reliability: Reliability) -> float:
+    return reliability.error() or 0.0
+
+
 class ServerMetrics:
     """One server's metrics, in a registry of their own: two servers can live in one process."""
 
@@ -79,6 +85,18 @@ class ServerMetrics:
             "accepted_length", "Accepted draft tokens + 1, a round that verified some", _LENGTHS
         )
         self._budget = spread("verification_budget", "1 + admitted draft tokens a round", _LENGTHS)
+        self._calibration = Gauge(
+            "dspark_calibration_error",
+            "Expected calibration error of survival as served, by position",
+            ("position",),
+            registry=self.registry,
+        )
+        self._refits = Gauge(
+            "dspark_calibration_refits",
+            "Refits of the temperatures while serving",
+            registry=self.registry,
+        )
+        self._reliability: list[Reliability] = []
 
     def watch(self, stats: Callable[[], EngineStats]) -> None:
         """Adds what the engine counts itself; `stats` is asked whenever metrics are read."""
@@ -129,6 +147,20 @@ class ServerMetrics:
             self._budget.observe(1 + r.admitted)
             if r.admitted:
                 self._accepted_length.observe(r.emitted)
+            self._judge(r)
+        self._refits.set(record.calibration)
+
+    def _judge(self, one: RoundRecord) -> None:
+        """Survival of every position that was verified, against what came of it."""
+        judged = min(one.judged, len(one.survival))
+        while len(self._reliability) < judged:
+            own = Reliability()
+            self._reliability.append(own)
+            # Asked for when metrics are read; there is no gauge before the first prediction.
+            gauge = self._calibration.labels(str(len(self._reliability)))
+            gauge.set_function(partial(_error, own))
+        for position in range(judged):
+            self._reliability[position].add(one.survival[position], position < one.accepted)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"dspark_{name}", help, labels, registry=self.registry)

@@ -17,7 +17,7 @@ from dspark.server.answer_schemas import (
     Tokens,
     Version,
 )
-from dspark.server.asking import check_model
+from dspark.server.asking import check_model, encode_text
 from dspark.server.chat import encode_messages
 from dspark.server.description import described, plain_text
 from dspark.server.errors import ApiError, bad_request, draining, json_response
@@ -94,16 +94,14 @@ def _model(serving: Serving) -> dict[str, Any]:
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     serving = _serving(request)
     check_model(serving, body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("give either prompt or messages")
-    if body.messages is not None:
+    if body.messages is not None and body.prompt is None:
         tokens = await asyncio.to_thread(encode_messages, serving, body.messages)
-    else:
-        encode = serving.tokenizer
-        encoded = await asyncio.to_thread(
-            encode, body.prompt, add_special_tokens=body.add_special_tokens
+    elif body.prompt is not None and body.messages is None:
+        tokens = await asyncio.to_thread(
+            encode_text, serving, body.prompt, add_special_tokens=body.add_special_tokens
         )
-        tokens = [int(token) for token in encoded["input_ids"]]
+    else:
+        raise bad_request("give either prompt or messages")
     return json_response(
         {"tokens": tokens, "count": len(tokens), "max_model_len": serving.max_context}
     )

@@ -10,10 +10,13 @@ import uvicorn
 from dspark.core.errors import ConfigError
 from dspark.server.app import build_app
 from dspark.server.logs import log
+from dspark.server.protocol import PatientProtocol
 from dspark.server.serving import Serving
 
 _EXTRA = 5.0
 """Seconds after the drain for the last bytes to leave."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+"""A silent connection is asked after a minute, and closed after another without an answer."""
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -21,6 +24,11 @@ def open_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     own = socket.socket(family, socket.SOCK_STREAM)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit these: a client whose machine is gone says no goodbye.
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     try:
         own.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -44,8 +52,8 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             lifespan="off",
-            timeout_keep_alive=30,
-            h11_max_incomplete_event_size=64 * 1024,
+            http=PatientProtocol,
+            timeout_keep_alive=max(1, round(serving.config.receive_timeout)),
             timeout_graceful_shutdown=int(serving.config.drain_timeout + _EXTRA),
         )
         super().__init__(config)

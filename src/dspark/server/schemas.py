@@ -7,6 +7,7 @@ the OpenAPI description tells them all the same (`_told`).
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.config import JsonDict
 
 from dspark.core.sampling import MOST_LOGPROBS
 
@@ -66,16 +67,9 @@ class SpeculationOptions(Body):
     """Most draft tokens a round."""
 
 
-_STREAM_OPTIONS = {
+_STREAM_OPTIONS: JsonDict = {
     "if": {"properties": {"stream": {"const": False}}},
     "then": {"properties": {"stream_options": {"type": "null"}}},
-}
-_ONE_OF = {
-    "oneOf": [
-        {"required": [one], "properties": {one: {"not": null}, other: null}}
-        for null in [{"type": "null"}]
-        for one, other in [("prompt", "messages"), ("messages", "prompt")]
-    ]
 }
 
 
@@ -88,7 +82,7 @@ class GenerationBody(Body):
     """Must be the served model's name; None is that model."""
     temperature: Annotated[float | None, _told(minimum=0)] = None
     top_p: Annotated[float | None, _told(exclusiveMinimum=0, maximum=1)] = None
-    top_k: Annotated[Whole | None, _told(minimum=0)] = None
+    top_k: Annotated[Whole | None, _told(minimum=0, exclusiveMaximum=2**31)] = None
     min_p: Annotated[float | None, _told(minimum=0, maximum=1)] = None
     n: Annotated[int, Field(ge=1), _WHOLE] = 1
     seed: Annotated[int | None, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), _WHOLE] = None
@@ -179,10 +173,20 @@ class CompletionBody(GenerationBody):
     suffix: None = None
 
 
+_ONLY_PROMPT: JsonDict = {"prompt": {"type": "string"}, "messages": {"type": "null"}}
+_ONLY_MESSAGES: JsonDict = {"prompt": {"type": "null"}, "messages": {"type": "array"}}
+_EITHER: JsonDict = {
+    "oneOf": [
+        {"required": ["prompt"], "properties": _ONLY_PROMPT},
+        {"required": ["messages"], "properties": _ONLY_MESSAGES},
+    ]
+}
+
+
 class TokenizeBody(Body):
     """Either a prompt or messages."""
 
-    model_config = ConfigDict(json_schema_extra=_ONE_OF)
+    model_config = ConfigDict(json_schema_extra=_EITHER)
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None

@@ -3,6 +3,7 @@
 Plain ASGI: a function call per message, so that streaming costs nothing extra.
 """
 
+import asyncio
 import logging
 import re
 import secrets
@@ -41,10 +42,27 @@ class TooLarge(HTTPException):
         )
 
 
+class TooSlow(HTTPException):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            408,
+            f"nothing of the body came for {seconds:g} seconds, the limit; send it again",
+            {"Connection": "close"},
+        )
+
+
 class Wrapping:
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        receive_timeout: float,
+        metrics: ServerMetrics,
+    ) -> None:
         self._app = app
         self._max_body = max_body_bytes
+        self._receive_timeout = receive_timeout
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,12 +76,19 @@ class Wrapping:
         fields = scope.setdefault("state", {}).setdefault("log", {})
         scope["state"]["request_id"] = request_id.decode()
         started, status = time.perf_counter(), 499  # nginx's: the client left before an answer
-        received = 0
+        received, whole = 0, False
 
         async def limited_receive() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, whole
+            if whole:  # what is waited for now is that the client leaves
+                return await receive()
+            try:
+                async with asyncio.timeout(self._receive_timeout):
+                    message = await receive()
+            except TimeoutError:
+                raise TooSlow(self._receive_timeout) from None
             received += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
             if received > self._max_body:
                 raise TooLarge(self._max_body)
             return message
@@ -81,7 +106,7 @@ class Wrapping:
             if _declared_length(headers) > self._max_body:
                 raise TooLarge(self._max_body)
             await self._app(scope, limited_receive, marked_send)
-        except TooLarge as error:
+        except (TooLarge, TooSlow) as error:
             await http_answer(error)(scope, receive, marked_send)
         except Exception:
             logger.exception("failed", extra={"fields": {"request": request_id.decode()}})

@@ -201,7 +201,7 @@ function reliability(bins) {
     {
       xLabel: "confidence", yLabel: "accepted", xMax: 1, yMax: 1, diagonal: true, markLast: false,
       summary: total
-        ? `Calibration error ${(100 * error).toFixed(1)} % over ${total} tokens; the line is perfect.`
+        ? `Calibration error ${(100 * error).toFixed(1)} % over ${total} tokens.`
         : "No confidence yet.",
     },
   );

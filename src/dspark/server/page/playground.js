@@ -77,6 +77,7 @@ function requestBody() {
     max_tokens: Number($("tokens").value),
     speculation: $("speculation").value,
     token_details: true,
+    logprobs: true, // for the probabilities of the details
   };
   if ($("seed").value !== "") body.seed = Number($("seed").value);
   return body;
@@ -107,7 +108,7 @@ function show(index) {
     ["Round", token.round],
     ["Position in the block", token.position],
     ["Target probability", percent(token.target_prob)],
-    ["Draft probability", percent(token.draft_prob)],
+    ["Draft probability, as drawn", percent(token.draft_prob)],
     ["Confidence", percent(token.confidence)],
     ["Survival", percent(token.survival)],
   ].filter(([, value]) => value !== undefined && value !== null);
