@@ -32,7 +32,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (
         "policy_sweep", "threshold_sweep", "gate_cost", "planner_time", "common", "single_stream",
         "llama_cpp", "throughput", "weights", "exactness", "sse_clients", "server_overhead",
-        "objective",
+        "objective", "gpu_check",
         "feature_precision",
     ):  # fmt: skip
         sys.modules.pop(name, None)
@@ -327,3 +327,32 @@ def test_objective(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert result["versions"]["plain"]["share_of_plain_bytes"] == 1.0
     assert "x as fast as plain" in capsys.readouterr().out
+
+
+def test_gpu_check_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    import gpu_check
+
+    result = gpu_check.main(["--device", "cpu", "--tiny", "--dtype", "fp32", "--repeats", "1"])
+    assert [row["draft_length"] for row in result["latency"]] == [2, 4]
+    for row in result["latency"]:
+        assert row["dspark_ms"] > 0 and row["dflash_ms"] > 0
+    assert [*result["steps_a_second"]] == [1, 4, 8] and result["skipped"] == []
+    out = capsys.readouterr().out
+    assert "DSpark costs more by" in out and "steps a second" in out
+
+
+def test_gpu_check_skips_by_name_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check, "free_bytes", lambda device: 150_000)
+    result = gpu_check.main(["--device", "cpu", "--tiny", "--dtype", "fp32", "--repeats", "1"])
+    assert any(what.startswith("context 40: needs about") for what in result["skipped"])
+
+
+def test_gpu_check_refuses_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_check
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device 'cuda' is not here: torch .* finds no CUDA"):
+        gpu_check.main([])

@@ -4,8 +4,6 @@ does not depend on a draft."""
 import pytest
 
 from dspark.core.sampling import SamplingParams
-from dspark.engine import places
-from dspark.nn import attention
 from tests.engine.setup import BLOCK, PROMPTS, drafter, engine_of, run
 from tests.engine.test_same_seed import PARAMS
 
@@ -165,8 +163,3 @@ def test_who_runs_does_not_depend_on_the_draft():
     shared = min(map(len, traces))
     assert traces[0][: shared - 1] == traces[1][: shared - 1]
     assert traces[0][shared - 2][1] > 0, "there was no pressure to speak of"
-
-
-def test_requests_of_one_tile_stand_together():
-    """Places sorts by the tile that attention reads, which is attention's own number."""
-    assert places._TILE == attention._FUSED_TILE

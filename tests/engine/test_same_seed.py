@@ -49,6 +49,10 @@ def alone():
         (("teacher", 2), {"max_requests": 3}),
         (("teacher", 3), {"chunk_tokens": 4, "max_requests": 5, "page_size": 1}),
         (("random", BLOCK), {"page_size": 16, "cache_tokens": 128}),  # too few pages for all
+        (None, {"pipeline": True}),
+        (("untrained", BLOCK), {"pipeline": True}),
+        (("teacher", 3), {"pipeline": True, "chunk_tokens": 4, "max_requests": 5, "page_size": 1}),
+        (("random", BLOCK), {"pipeline": True, "page_size": 16, "cache_tokens": 128}),
     ],
 )
 def test_same_seed_same_tokens(alone, policy, config):

@@ -35,7 +35,8 @@ def test_every_way_gives_the_tokens_of_each_request_alone(llm: LLM) -> None:
     result = check_exactness(llm, jobs, batch=4)
     names = [way.name for way in result.ways]
     assert names == [
-        "batch of 4", "speculation alone", "speculation in a batch of 4", "preempted", "prefix hit",
+        "batch of 4", "speculation alone", "speculation in a batch of 4", "pipelined",
+        "preempted", "prefix hit",
     ]  # fmt: skip
     for way in result.ways:
         assert way.tokens == 12 * len(jobs), way
@@ -79,6 +80,6 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == (0 if exactness["holds"] else 1)
     assert document["weights"]["fp32"] is None and document["versions"]["torch"]
     assert document["threads"] == torch.get_num_threads()
-    assert "KV memory" in document["kv_memory"] and len(exactness["ways"]) == 5
+    assert "KV memory" in document["kv_memory"] and len(exactness["ways"]) == 6
     verdict = "holds" if exactness["holds"] else "DOES NOT HOLD"
     assert f"same seed, same tokens: {verdict} on this machine" in out

@@ -61,6 +61,31 @@ def test_log_probabilities_of_prompts(llm):
     assert none.prompt_logprobs == ()
 
 
+def test_devices_that_cannot_serve(target_folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device 'cuda' is not here"):
+        LLM(str(target_folder), draft=None, device="cuda")
+    with pytest.raises(ConfigError, match="device 'mps' is not supported; use cpu or cuda"):
+        LLM(str(target_folder), draft=None, device="mps")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="weights 'int8' are for a CPU; on cuda use bf16 or fp32"):
+        LLM(str(target_folder), draft=None, device="cuda", weights="int8")
+
+
+def test_a_pipelined_llm_gives_the_same(target_folder, bundle_folder, llm):
+    piped = LLM(str(target_folder), draft=bundle_folder, weights="fp32", pipeline=True)
+    for mine, theirs in zip(
+        piped.generate(PROMPTS, GREEDY), llm.generate(PROMPTS, GREEDY), strict=True
+    ):
+        assert mine.choices == theirs.choices
+    started = piped.start(piped.encode_chat(PROMPTS), GREEDY)
+    for _ in started:
+        break  # what was committed by then is in the outputs, written or not
+    for output in started.outputs():
+        assert len(output.token_ids) >= 1
+        assert round((output.accepted_length or 0) * output.rounds) == len(output.token_ids) - 1
+
+
 def test_one_prompt_many_forms(llm, tokenizer):
     ids = tokenizer(PROMPTS[0])["input_ids"]
     forms = [llm.generate(form, GREEDY)[0] for form in (PROMPTS[0], ids, [ids], [PROMPTS[0]])]

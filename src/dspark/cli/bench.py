@@ -47,6 +47,7 @@ def bench(
     max_new_tokens: options.MaxNewTokens = 128,
     seed: options.BaseSeed = 0,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -70,6 +71,7 @@ def bench(
         draft=draft or "auto",
         draft_length=draft_length,
         weights=weights_value(weights),
+        device=device,
         threads=threads,
         progress=progress,
     )

@@ -82,6 +82,7 @@ def chat(
     seed: options.Seed = None,
     max_new_tokens: options.MaxNewTokens = 512,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     debug: options.Debug = False,
 ) -> None:
@@ -105,6 +106,7 @@ def chat(
         draft_length=draft_length,
         policy=policy,
         weights=weights_value(weights),
+        device=device,
         threads=threads,
         progress=Progress(),
     )

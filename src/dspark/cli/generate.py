@@ -51,6 +51,7 @@ def generate(
     frequency_penalty: options.FrequencyPenalty = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -85,6 +86,7 @@ def generate(
         draft_length=draft_length,
         policy=policy,
         weights=weights_value(weights),
+        device=device,
         threads=threads,
         progress=progress,
     )

@@ -156,6 +156,12 @@ Weights = Annotated[
         show_default=False,
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="cpu, or cuda, where weights are bf16 (default) or fp32. Not yet run on a GPU."
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", show_default=False)
 ]

@@ -59,6 +59,7 @@ def serve(
         ),
     ] = False,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     max_requests: Annotated[
         int, typer.Option(help="Requests that decode at once; more wait in a queue.")
@@ -106,6 +107,10 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM or Ctrl-C.")
     ] = 30.0,
+    pipeline: Annotated[
+        bool,
+        typer.Option("--pipeline", help="Write texts in a thread while the next step computes."),
+    ] = False,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write what users ask to the log.")
     ] = False,
@@ -136,7 +141,10 @@ def serve(
         log_prompts=log_prompts,
     )
     engine = EngineConfig(
-        max_requests=max_requests, max_waiting=max_waiting, cache_tokens=cache_tokens
+        max_requests=max_requests,
+        max_waiting=max_waiting,
+        cache_tokens=cache_tokens,
+        pipeline=pipeline,
     )
     progress = Progress()
     load = partial(
@@ -146,6 +154,7 @@ def serve(
         policy=policy,
         recalibrate=recalibrate,
         weights=weights_value(weights),
+        device=device,
         threads=threads,
         progress=progress,
     )

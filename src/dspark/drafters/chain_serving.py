@@ -105,7 +105,7 @@ class ChainDrafter:
         context = [store.read(0, tables[r], firsts[r], firsts[r]) for r in range(R)]
         context = [(keys.float(), values.float()) for keys, values in context]
         state_slots = torch.cat([tables[r].slots(firsts[r], firsts[r] + 1) for r in range(R)])
-        states_RD = store.keys[1][state_slots][:, 0].float()
+        states_RD = store.keys[1][state_slots.to(anchors_R.device)][:, 0].float()
         rows = SamplingRows.of(sampling, device=states_RD.device)
         tokens_R = anchors_R
         keys: list[Tensor] = []

@@ -20,6 +20,12 @@ def plain_linear(weight: Tensor) -> Linear:
     return lambda x: F.linear(x, weight)
 
 
+def bf16_linear(weight: Tensor) -> Linear:
+    """The product in bfloat16, for devices that multiply it faster."""
+    weight = weight.bfloat16()
+    return lambda x: F.linear(x.bfloat16(), weight).float()
+
+
 def weight_of(parameter: Tensor) -> Tensor:
     """The values of a parameter, float32 and without a graph."""
     return parameter.detach().float()

@@ -200,7 +200,9 @@ def _blocks(tokens_RK: Tensor, lengths: Sequence[int], tables: Sequence[PageTabl
         tokens_N=tokens_RK.flatten(),
         positions_N=torch.tensor(ends, device=device).sub_(1).repeat_interleave(K),
         requests_N=torch.arange(R, device=device).repeat_interleave(K),
-        slots_N=torch.cat([t.slots(e - K, e) for t, e in zip(tables, ends, strict=True)]),
+        slots_N=torch.cat([t.slots(e - K, e) for t, e in zip(tables, ends, strict=True)]).to(
+            device
+        ),
         starts=tuple(range(0, (R + 1) * K, K)),
         context_lengths=tuple(ends),
         tables=tuple(tables),

@@ -39,6 +39,7 @@ def build_batch(
     *,
     chunk_tokens: int,
     row_exact: bool,
+    device: torch.device | str = "cpu",
 ) -> StepBatch:
     """A decoding request brings its anchor and `admitted` draft tokens, a prefilling one its chunk.
 
@@ -81,12 +82,12 @@ def build_batch(
     first_prompt = next((r for r, own in enumerate(in_prompt) if own), len(runs))
     spans = [(state, state.cached, state.cached + len(tokens)) for state, tokens in runs]
     ragged = RaggedBatch(
-        tokens_N=torch.tensor([token for _, tokens in runs for token in tokens]),
-        positions_N=torch.cat([torch.arange(start, end) for _, start, end in spans]),
+        tokens_N=torch.tensor([token for _, tokens in runs for token in tokens]).to(device),
+        positions_N=torch.cat([torch.arange(start, end) for _, start, end in spans]).to(device),
         requests_N=torch.repeat_interleave(
             torch.arange(len(runs)), torch.tensor([len(tokens) for _, tokens in runs])
-        ),
-        slots_N=torch.cat([state.table.slots(start, end) for state, start, end in spans]),
+        ).to(device),
+        slots_N=torch.cat([state.table.slots(*span) for state, *span in spans]).to(device),
         starts=tuple(starts),
         context_lengths=tuple(end for _, _, end in spans),
         tables=tuple(state.table for state, _ in runs),
@@ -95,7 +96,7 @@ def build_batch(
     )
     return StepBatch(
         ragged=ragged,
-        logit_rows_M=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_rows_M=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         row_params=tuple(row_params),
         sampled=tuple(sampled),
         admitted=(*admitted, *[0] * (len(sampled) - len(decoding))),

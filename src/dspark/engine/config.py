@@ -33,6 +33,10 @@ class EngineConfig:
     """Make a row's result independent of the batch, for batches that hold a greedy or `coupled`
     request (law 5). Off is for timing plain decoding without tiles that only speculation needs."""
 
+    pipeline: bool = False
+    """Write texts and hand out events in a thread of its own while the next step computes. The
+    tokens are the same; see docs/architecture.md for when it is worth a thread."""
+
     def __post_init__(self) -> None:
         for name in ("max_requests", "chunk_tokens", "page_size"):
             self._check_count(name)
@@ -55,6 +59,7 @@ class EngineConfig:
         row_exact: bool,
         block_size: int = 0,
         prefix_cache: bool = True,
+        pipeline: bool = False,
     ) -> "EngineConfig":
         """A cache large enough for the longest `max_requests` of some requests, each in an extent
         of its own (nn.pages).
@@ -71,4 +76,5 @@ class EngineConfig:
             cache_tokens=max(page, sum(needs[-max_requests:])),
             row_exact=row_exact,
             prefix_cache=prefix_cache,
+            pipeline=pipeline,
         )

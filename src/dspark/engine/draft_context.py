@@ -41,11 +41,15 @@ class DraftContext:
             (state, state.features_end - sum(map(len, state.features)), state.features_end)
             for state in waiting
         ]
+        taps_NF = torch.cat([piece for state in waiting for piece in state.features])
+        next_tokens = [t for s, start, end in spans for t in s.text[start + 1 : end + 1]]
+        positions_N = torch.cat([torch.arange(start, end) for _, start, end in spans])
+        slots_N = torch.cat([state.table.slots(start, end) for state, start, end in spans])
         self._drafter.extend_context(
-            torch.cat([piece for state in waiting for piece in state.features]),
-            torch.tensor([t for s, start, end in spans for t in s.text[start + 1 : end + 1]]),
-            torch.cat([torch.arange(start, end) for _, start, end in spans]),
-            torch.cat([state.table.slots(start, end) for state, start, end in spans]),
+            taps_NF,
+            torch.tensor(next_tokens, device=taps_NF.device),
+            positions_N.to(taps_NF.device),
+            slots_N.to(taps_NF.device),
             self._store,
         )
         for state in waiting:

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from dspark.calibration.confidence import conditional_confidence
 from dspark.calibration.serving import Calibration, Snapshot, Uncalibrated
-from dspark.core.errors import ConfigError, DSparkError
+from dspark.core.errors import ConfigError
 from dspark.core.random import RequestRandom
-from dspark.core.records import EngineStats, RoundRecord, StepRecord, TokenFate
+from dspark.core.records import EngineStats, RoundRecord, StepRecord
 from dspark.core.sampling import SamplingParams
 from dspark.engine.admission import check_request
 from dspark.engine.alarm import AcceptanceAlarm
 from dspark.engine.batch import StepBatch, build_batch
+from dspark.engine.blocks import spread
+from dspark.engine.commit import Commit
 from dspark.engine.config import EngineConfig
 from dspark.engine.constraints import (
     blame_dead_ends,
@@ -28,20 +29,20 @@ from dspark.engine.constraints import (
     target_logits,
 )
 from dspark.engine.draft_context import DraftContext
-from dspark.engine.ending import walk
 from dspark.engine.guided import GrammarCompiler
-from dspark.engine.logprobs import draft_probs, score_prompt, share_rows, token_logprobs
+from dspark.engine.logprobs import share_rows
 from dspark.engine.memory import KVMemory
 from dspark.engine.places import Places
 from dspark.engine.request import Request, RequestState, TokenEvent
 from dspark.engine.text import OutputText
+from dspark.engine.view import engine_stats, round_view
+from dspark.engine.writing import Writing, error_event
 from dspark.nn.noise import RequestNoise, StepNoise
 from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows, probs_from_logits
 from dspark.nn.seams import DraftBlock, Drafter, Target, TargetOutput
 from dspark.nn.verification import Verified, verify
 from dspark.scheduling.policies import Policy, RoundView, check_rule
-from dspark.scheduling.survival import survival_probabilities
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,11 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, target.vocab_size, target.eos_token_ids)
         self._ids = itertools.count()
         self._step = 0
-        self._rebuilt = 0
         self.memory = KVMemory(target, self.drafter, self.config)
         self._block_size = self.drafter.block_size if self.drafter is not None else 0
         self.places = Places(self.config, self.memory, self._block_size)
+        self.writing = Writing(pipelined=self.config.pipeline)
+        self._commit = Commit(self.places, self.memory, self._eos)
         self._context: DraftContext | None = None
         if self.drafter is not None and self.memory.draft_store is not None and self._taps:
             self._context = DraftContext(self.drafter, self.memory.draft_store)
@@ -166,20 +168,34 @@ class Engine:
     def cancel(self, request_ids: Iterable[int] | None = None) -> list[TokenEvent]:
         """Drops requests wherever they are and frees their pages; all of them by default.
 
-        Returns the "cancelled" event of each that was still there.
+        Returns the "cancelled" event of each that was still there, behind what was written before.
         """
+        events = self.writing.collect()
         gone = self.places.remove(None if request_ids is None else set(request_ids))
-        return [TokenEvent(s.request.id, (), (), "cancelled", s.request.choice) for s in gone]
+        for state in gone:
+            own = state.request
+            events.append(TokenEvent(own.id, (), (), "cancelled", own.choice))
+        return events
 
     def fail_running(self, error: Exception) -> list[TokenEvent]:
         """Ends everything that runs, after a step that raised; what waits is not touched, unless
         nothing ran: then the first that waits cannot be started."""
+        events = self.writing.collect()
         if not self.running and (found := self.places.waiting.first()) is not None:
-            return [_error_event(self.places.waiting.pop(found[0]).request, error)]
-        return [self._fail(state, error) for state in list(self.running)]
+            return [*events, error_event(self.places.waiting.pop(found[0]).request, error)]
+        return events + [self._commit.fail(state, error) for state in list(self.running)]
+
+    def flush(self) -> list[TokenEvent]:
+        """Events of a pipelined engine that no step has returned yet."""
+        return self.writing.collect()
 
     @property
     def idle(self) -> bool:
+        """Nothing waits, runs or is being written."""
+        return self._empty and not self.writing.behind
+
+    @property
+    def _empty(self) -> bool:
         return not self.places.waiting and not self.places.running
 
     @property
@@ -195,10 +211,15 @@ class Engine:
     # -- one step ---------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
-        """One forward of the target over everything that is running."""
+        """One forward of the target over everything that is running.
+
+        Pipelined, the events are those of steps before.
+        """
         clock, seconds = self.clock, {}
         started = clock()
         self.places.prepare_step()
+        if not self.running:
+            return self.writing.collect()
         decoding = [state for state in self.running if not state.prefilling]
         prefilling = share_rows(
             [state for state in self.running if state.prefilling], self.config.chunk_tokens
@@ -220,6 +241,7 @@ class Engine:
         batch = build_batch(
             decoding, prefilling, draft, admitted,
             chunk_tokens=self.config.chunk_tokens, row_exact=self.config.row_exact,
+            device=self.target.device,
         )  # fmt: skip
         seconds["schedule"] = -started + (started := clock())
 
@@ -231,7 +253,9 @@ class Engine:
         verified = self._verify(batch, draft, output)
         seconds["sample"] = -started + (started := clock())
 
-        events, rounds = self._commit(batch, view, drafted, draft, verified, output)
+        events = self.writing.collect()
+        unwritten, rounds = self._commit.step(batch, view, drafted, draft, verified, output)
+        events += self.writing.put(unwritten)
         self._extend_draft_context(batch, verified, output)
         self._publish(batch)
         seconds["commit"] = clock() - started
@@ -249,8 +273,8 @@ class Engine:
             self._context.write(states)
         rounds = [state.peek_round() for state in states]
         block = self.drafter.draft(
-            torch.tensor([state.anchor for state in states]),
-            torch.tensor([state.cached for state in states]),
+            torch.tensor([state.anchor for state in states], device=self.target.device),
+            torch.tensor([state.cached for state in states], device=self.target.device),
             [state.table for state in states],
             store,
             texts=[state.text for state in states],
@@ -259,7 +283,7 @@ class Engine:
             adjust=draft_adjust(states),
         )
         block = sound_draft(block, states)
-        return block if len(states) == len(decoding) else _spread(block, chosen, len(decoding))
+        return block if len(states) == len(decoding) else spread(block, chosen, len(decoding))
 
     def _verify(
         self, batch: StepBatch, draft: DraftBlock | None, output: TargetOutput
@@ -275,102 +299,11 @@ class Engine:
         noise = StepNoise([state.peek_round() for state in batch.sampled])
         if draft is not None and len(batch.sampled) > draft.tokens_RK.shape[0]:
             rows = np.arange(draft.tokens_RK.shape[0])
-            draft = _spread(draft, rows, len(batch.sampled))  # finished prompts have no draft
+            draft = spread(draft, rows, len(batch.sampled))  # finished prompts have no draft
         verified = verify(probs_MV, batch.admitted, draft, noise.verification(batch.admitted))
         if dead_M is not None:
             blame_dead_ends(batch, verified.accepted_R, dead_M)
         return verified
-
-    def _commit(
-        self,
-        batch: StepBatch,
-        view: RoundView,
-        drafted: np.ndarray,
-        draft: DraftBlock | None,
-        verified: Verified | None,
-        output: TargetOutput,
-    ) -> tuple[list[TokenEvent], list[RoundRecord]]:
-        """Walks each request's new tokens in order; whatever ends the text ends it there."""
-        for state, count in batch.prefill:
-            self._rebuilt += max(0, min(state.cached + count, state.computed) - state.cached)
-            state.cached += count
-        events = self._score(batch, output)
-        rounds: list[RoundRecord] = []
-        if verified is None:
-            return events, rounds
-        proposals = draft.tokens_RK.tolist() if draft is not None else []
-        lengths = _lengths(draft)
-        confidences = _confidence_rows(draft)
-        survivals = [] if view.survival_RK is None else view.survival_RK.tolist()
-        accepted_counts, next_tokens = verified.accepted_R.tolist(), verified.next_token_R.tolist()
-        for r, state in enumerate(batch.sampled):
-            first = not state.output
-            admitted, accepted = batch.admitted[r], accepted_counts[r]
-            run = [*(proposals[r][:accepted] if accepted else []), next_tokens[r]]
-            try:
-                walked = walk(state, run, self._eos)
-            except Exception as error:  # a detokeniser's or a grammar's: this request's alone
-                events.append(self._fail(state, error))
-                continue
-            tokens, finished = walked.tokens, walked.finished
-            fates = _fates(admitted, accepted)[: len(tokens)]
-            state.output += tokens
-            self.places.waiting.charge(state.request.owner, len(tokens))
-            proposed = not first and self.drafter is not None and bool(drafted[r])
-            if not first:
-                state.cached += 1 + accepted  # the anchor and the accepted tokens have K/V now
-                rounds.append(
-                    RoundRecord(
-                        request=state.request.id,
-                        round=state.rounds,
-                        proposed=lengths[r] if proposed else 0,
-                        admitted=admitted,
-                        accepted=min(accepted, len(tokens)),
-                        emitted=len(tokens),
-                        ended=finished is not None,
-                        confidence=confidences[r] if proposed and confidences else (),
-                        survival=tuple(survivals[r]) if proposed and survivals else (),
-                    )
-                )
-            events.append(
-                TokenEvent(
-                    state.request.id,
-                    tokens,
-                    fates,
-                    finished,
-                    choice=state.request.choice,
-                    texts=walked.texts,
-                    logprobs=token_logprobs(
-                        state.request.params, output.logits_MV, batch.first_rows[r], tokens
-                    ),
-                    prompt_logprobs=tuple(state.prompt_logprobs) if first else (),
-                    draft_probs=draft_probs(state.request.params, draft, r, lengths[r], tokens)
-                    if proposed and draft is not None
-                    else (),
-                    stopped_by=walked.stopped_by,
-                )
-            )
-            if finished is not None:
-                self.places.retire(state)
-        return events, rounds
-
-    def _score(self, batch: StepBatch, output: TargetOutput) -> list[TokenEvent]:
-        """Prompts' log-probabilities; ends what has all of them and wants no token."""
-        events = []
-        for (state, _), rows in zip(batch.prefill, batch.scored, strict=True):
-            own = state.request
-            if own.params.prompt_logprobs is None or state.output:
-                continue
-            score_prompt(state, output.logits_MV[rows])
-            if state.error is not None and state not in batch.sampled:
-                events.append(self._fail(state, state.error))
-            elif own.scores_only and not state.prefilling:
-                scores = tuple(state.prompt_logprobs)
-                events.append(
-                    TokenEvent(own.id, (), (), "length", own.choice, prompt_logprobs=scores)
-                )
-                self.places.retire(state)
-        return events
 
     def _extend_draft_context(
         self, batch: StepBatch, verified: Verified | None, output: TargetOutput
@@ -395,24 +328,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What an operator watches."""
-        pool, counts = self.memory.pool, self.memory.counts
-        return EngineStats(
-            running=len(self.running),
-            waiting=len(self.places.waiting),
-            waiting_tokens=self.places.waiting.tokens,
-            pages=pool.num_pages,
-            pages_free=pool.free_pages,
-            pages_kept=pool.kept_pages,
-            page_size=pool.page_size,
-            preemptions=self.places.preemptions,
-            refused=self.places.refused,
-            prompt_tokens=counts.prompt_tokens,
-            prefix_hits=counts.prefix_hits,
-            prefix_hit_tokens=counts.prefix_hit_tokens,
-            pages_copied=counts.copied_pages,
-            pages_evicted=counts.evicted_pages,
-            rebuilt_positions=self._rebuilt,
-        )
+        return engine_stats(self.places, self.memory, self._commit.rebuilt)
 
     @property
     def _taps(self) -> tuple[int, ...]:
@@ -433,30 +349,11 @@ class Engine:
         snapshot: Snapshot | None = None,
     ) -> RoundView:
         """What the policy may know; `drafted` [R] says, after drafting, who has a draft."""
-        block_size = self._block_size
-        room = np.array([state.room(block_size) for state in decoding], dtype=np.int64)
-        if drafted is not None:
-            room = np.where(drafted, room, 0)
-        if draft is not None and draft.lengths_R is not None:
-            room = np.minimum(room, draft.lengths_R.numpy())
-        confidence = survival = None
-        if draft is not None and draft.confidence_RK is not None:
-            logits_RK = draft.confidence_RK.double().numpy()
-            confidence = conditional_confidence(logits_RK)
-            assert snapshot is not None
-            sampling = [state.request.params for state in decoding]
-            survival = survival_probabilities(snapshot.confidence(logits_RK, sampling))
-        return RoundView(
-            step=self._step,
-            requests=tuple(state.request.id for state in decoding),
-            rounds=tuple(state.rounds for state in decoding),
-            block_size=block_size,
-            prefill_tokens=sum(len(state.chunk(self.config.chunk_tokens)) for state in prefilling),
-            max_admit_R=room,
-            context_R=np.array([state.cached for state in decoding], dtype=np.int64),
-            confidence_RK=confidence,
-            survival_RK=survival,
-        )
+        tokens = sum(len(state.chunk(self.config.chunk_tokens)) for state in prefilling)
+        return round_view(
+            self._step, decoding, tokens, self._block_size,
+            drafted=drafted, draft=draft, snapshot=snapshot,
+        )  # fmt: skip
 
     def _record(
         self,
@@ -481,7 +378,7 @@ class Engine:
         # A drafter without taps was trained for nothing that could be wrong.
         if self._taps and (warning := self.alarm.observe(record)) is not None:
             logger.warning(warning)
-        if self.idle:
+        if self._empty:
             self.memory.check_integrity([])
 
     def _writer(self, request: Request) -> OutputText | None:
@@ -489,56 +386,3 @@ class Engine:
             return None
         params = request.params
         return OutputText(self.tokenizer, params.stops, include_stop=params.include_stop)
-
-    def _fail(self, state: RequestState, error: Exception) -> TokenEvent:
-        """Ends one request with an error; the others go on."""
-        self.memory.scrub(state)
-        self.places.retire(state)
-        return _error_event(state.request, error)
-
-
-def _spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
-    """The same block with row i at `rows[i]` of `count`; the other rows are never admitted."""
-    index = torch.from_numpy(rows)
-
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(count, *values.shape[1:]).index_copy_(0, index, values)
-
-    return DraftBlock(
-        spread(block.tokens_RK),
-        spread(block.candidates_RKC),
-        spread(block.probs_RKC),
-        None if block.confidence_RK is None else spread(block.confidence_RK),
-        None if block.lengths_R is None else spread(block.lengths_R),
-        block.head_seconds,
-    )
-
-
-def _error_event(request: Request, error: Exception) -> TokenEvent:
-    if not isinstance(error, DSparkError):
-        logger.error("request %d failed", request.id, exc_info=error)
-        error = DSparkError(f"the request failed: {type(error).__name__}: {error}")
-    return TokenEvent(request.id, (), (), "error", request.choice, error=error)
-
-
-def _fates(admitted: int, accepted: int) -> tuple[TokenFate, ...]:
-    fates: list[TokenFate] = ["accepted"] * accepted
-    if admitted == 0:
-        fates.append("plain")
-    else:
-        fates.append("bonus" if accepted == admitted else "corrected")
-    return tuple(fates)
-
-
-def _lengths(draft: DraftBlock | None) -> list[int]:
-    if draft is None:
-        return []
-    if draft.lengths_R is not None:
-        return draft.lengths_R.tolist()
-    return [draft.tokens_RK.shape[1]] * draft.tokens_RK.shape[0]
-
-
-def _confidence_rows(draft: DraftBlock | None) -> list[tuple[float, ...]]:
-    if draft is None or draft.confidence_RK is None:
-        return []
-    return [tuple(row) for row in draft.confidence_RK.tolist()]

@@ -87,7 +87,7 @@ def draft_probs(
     if params.logprobs is None:
         return ()
     tokens = tokens[:slots]
-    index_T1 = torch.tensor(tokens, dtype=torch.int64)[:, None]
+    index_T1 = torch.tensor(tokens, dtype=torch.int64, device=block.tokens_RK.device)[:, None]
     held_TC = block.candidates_RKC[row, : len(tokens)] == index_T1
     probs: list[float] = (block.probs_RKC[row, : len(tokens)] * held_TC).sum(-1).tolist()
     return tuple(probs)

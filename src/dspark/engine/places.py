@@ -7,10 +7,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.memory import KVMemory
 from dspark.engine.request import Request, RequestState
 from dspark.engine.waiting import Line, WaitingRequests
-
-_TILE = 256
-"""Keys that exact attention reads at a time (nn.attention): requests whose last key is in the same
-tile can share a call."""
+from dspark.nn.attention import FUSED_TILE
 
 
 class Places:
@@ -50,7 +47,7 @@ class Places:
         self._make_room()
         self._admit()
         # Equal tiles together, in memory order: neighbours at a constant stride share a call.
-        self.running.sort(key=lambda s: (s.cached // _TILE, s.table.pages[0]))
+        self.running.sort(key=lambda s: (s.cached // FUSED_TILE, s.table.pages[0]))
 
     def retire(self, state: RequestState) -> None:
         """Ends a running request and frees its pages."""

@@ -233,8 +233,7 @@ class _Group:
     def _rewind(self) -> None:
         for state in self._engine.running:
             if state.output:
-                del state.output[1:]
-                state.cached = len(state.request.prompt)
+                state.take_back(1)
         self._engine.records[:-1] = []
 
 

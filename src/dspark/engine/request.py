@@ -1,5 +1,6 @@
 """A request, and what the engine keeps of it while it runs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -108,6 +109,8 @@ class RequestState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Those of a prompt's first tokens so far, where asked for; a preemption loses none."""
     output: list[int] = field(default_factory=list)
+    text: list[int] = field(init=False)
+    """Prompt and output so far; for readers only."""
     rounds: int = 0
     """Number of the running or last round. Prefill's first token is round 0; a decode step takes a
     fresh number before it drafts, so that one that is abandoned has used its number up."""
@@ -115,6 +118,20 @@ class RequestState:
     """Tapped features that are not context K/V yet, in order of position (`DraftContext`)."""
     features_end: int = 0
     """Position after the last of them."""
+
+    def __post_init__(self) -> None:
+        self.text = [*self.request.prompt, *self.output]
+
+    def emit(self, tokens: Sequence[int]) -> None:
+        """Adds tokens to the output."""
+        self.output += tokens
+        self.text += tokens
+
+    def take_back(self, kept: int) -> None:
+        """Leaves the first `kept` output tokens, at least one of them not in the cache yet."""
+        del self.output[kept:]
+        self.text = [*self.request.prompt, *self.output]
+        self.cached = self.known
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -156,11 +173,6 @@ class RequestState:
     def anchor(self) -> int:
         """The last emitted token: nobody has its K/V yet."""
         return self.output[-1]
-
-    @property
-    def text(self) -> list[int]:
-        """Prompt and output so far."""
-        return [*self.request.prompt, *self.output]
 
     def room(self, block_size: int) -> int:
         """The most draft tokens it may have verified in a round, whatever was drafted."""

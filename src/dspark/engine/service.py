@@ -6,7 +6,8 @@
     stream.cancel()                              # at any moment, from any thread
     service.drain(); service.close()
 
-One thread steps the engine and nobody else touches it. It puts events into the streams and never
+One thread steps the engine and nobody else touches it (a pipelined engine has its own thread for
+texts, and hands events out from there). It puts events into the streams and never
 waits for who reads them: what a slow reader has not fetched yet is bounded by its own request's
 length.
 """
@@ -119,6 +120,7 @@ class EngineService:
         """Open choices, by engine request id."""
         self._accepts = True
         self._closing = False
+        engine.writing.deliver = self._hand_out
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
         self._thread.start()
 

@@ -6,7 +6,7 @@ production form (torch's fused kernel); `plain_attention` spells the same thing 
 twin in tests, and serves the layers that the fused kernel cannot (score softcap, attention sinks,
 values narrower than keys).
 
-Exactness (law 5): in exact mode a row reads its keys up to the end of its own tile of _FUSED_TILE
+Exactness (law 5): in exact mode a row reads its keys up to the end of its own tile of FUSED_TILE
 positions (the rest masked), so how many keys it reads depends on its position alone; rows of one
 request that end in different tiles go into different calls. Query rows are padded to a multiple
 that `measure_query_tile` found on the running machine. Then a row's result does not depend on what
@@ -25,9 +25,10 @@ from dspark.nn.seams import RaggedBatch
 
 KEY_TILE = 512
 """Keys that `plain_attention` multiplies at a time; the most that a read goes beyond a text."""
-_FUSED_TILE = 256
-"""Smaller tiles would save little for short texts (a call alone costs as much as 100 keys) and part
-the requests of a batch into more calls."""
+FUSED_TILE = 256
+"""Keys that exact `ragged_attention` reads at a time: requests whose last key is in the same tile
+can share a call. Smaller tiles would save little for short texts (a call alone costs as much as 100
+keys) and part the requests of a batch into more calls."""
 _PLAIN_ROWS = 64
 """Rows of one product in `plain_attention`: matrix products round differently from some size on."""
 
@@ -129,7 +130,7 @@ def _segments(batch: RaggedBatch) -> list[_Segment]:
             continue
         while start < end:
             position = length - (end - start)
-            keys = (position // _FUSED_TILE + 1) * _FUSED_TILE
+            keys = (position // FUSED_TILE + 1) * FUSED_TILE
             segments.append(_Segment(r, start, min(end - start, keys - position), keys))
             start += segments[-1].queries
     return segments
@@ -144,7 +145,7 @@ def _group_end(batch: RaggedBatch, segments: list[_Segment], first: int) -> int:
         here, before = segments[last], segments[last - 1]
         same_queries = here.queries == head.queries
         # Equal tiles also bound how far past its own pages a member of the group reads.
-        same_keys = -(-here.keys // _FUSED_TILE) == -(-head.keys // _FUSED_TILE)
+        same_keys = -(-here.keys // FUSED_TILE) == -(-head.keys // FUSED_TILE)
         in_step = (
             here.request == before.request + 1
             and here.start == before.start + before.queries

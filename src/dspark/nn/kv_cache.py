@@ -80,7 +80,7 @@ class KVStore:
             return self.keys[layer][first : first + padded], self.values[layer][
                 first : first + padded
             ]
-        slots = table.slots(0, length)
+        slots = table.slots(0, length).to(self.keys[layer].device)
         if padded > length:
             slots = torch.cat([slots, slots[-1:].expand(padded - length)])
         return self.keys[layer][slots], self.values[layer][slots]
@@ -89,9 +89,10 @@ class KVStore:
         """Copies whole pages; no page is both read and written."""
         if not copies:
             return
-        offsets = torch.arange(page_size)
+        device = self.keys[0].device
+        offsets = torch.arange(page_size, device=device)
         source, to = (
-            (torch.tensor(pages)[:, None] * page_size + offsets).flatten()
+            (torch.tensor(pages, device=device)[:, None] * page_size + offsets).flatten()
             for pages in zip(*copies, strict=True)
         )
         for memory in (*self.keys, *self.values):

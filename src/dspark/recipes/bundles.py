@@ -10,7 +10,7 @@ from dspark.checkpoints.fit import check_fit
 from dspark.drafters.chain import ChainModel
 from dspark.drafters.chain_serving import ChainDrafter
 from dspark.drafters.dspark import DSparkModel
-from dspark.drafters.fused import plain_linear
+from dspark.drafters.fused import LinearFactory, bf16_linear, plain_linear
 from dspark.drafters.serving import DSparkDrafter
 from dspark.nn.four_bit import nearest_four_bit
 from dspark.nn.linear import PackedLinear, RowMode, WeightKind, best_kind
@@ -47,11 +47,15 @@ def make_drafter(bundle: Bundle, loaded: LoadedTarget, *, candidates: int | None
             weight = nearest_four_bit(weight)
         return PackedLinear(weight, None, kind, mode)
 
-    model = bundle.model()
+    factory: LinearFactory = packed
+    target = loaded.target
+    if loaded.weights is None:  # not on a CPU
+        factory = bf16_linear if target.model.dtype == torch.bfloat16 else plain_linear
+    model = bundle.model().to(target.device)
     options: dict[str, Any] = {
         "candidates": bundle.candidates if candidates is None else candidates,
         "draft_token_ids": bundle.draft_token_ids,
-        "linear_factory": plain_linear if loaded.weights is None else packed,
+        "linear_factory": factory,
     }
     if isinstance(model, ChainModel):
         return ChainDrafter(model, loaded.binding, **options)

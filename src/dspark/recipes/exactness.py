@@ -34,7 +34,8 @@ class Way:
     """That differ."""
     exercised: int
     """How often what gives the way its name took place: requests beside each other at most, draft
-    tokens accepted, preemptions, prompt tokens found in the prefix cache. 0 shows nothing."""
+    tokens accepted, steps written behind, preemptions, prompt tokens found in the prefix cache.
+    0 shows nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,15 +82,22 @@ def _ways(llm: LLM, jobs: Sequence[Job], batch: int) -> Iterator[_WayOf]:
     if policy.drafts:
         yield "speculation alone", policy, _config(jobs, 1), _accepted
         yield f"speculation in a batch of {batch}", policy, _config(jobs, batch), _accepted
+    yield "pipelined", policy, _config(jobs, batch, pipeline=True), _written_behind
     yield "preempted", policy, _config(jobs, batch), _count("preemptions")
     yield "prefix hit", policy, _config(jobs, batch, cache=True), _count("prefix_hit_tokens")
 
 
-def _config(jobs: Sequence[Job], requests: int, *, cache: bool = False) -> EngineConfig:
+def _config(
+    jobs: Sequence[Job], requests: int, *, cache: bool = False, pipeline: bool = False
+) -> EngineConfig:
     # Twice what all can need, so that a prompt's pages stay for a second run.
     tokens = 2 * sum(len(prompt) + own.max_new_tokens + _PAGE for prompt, own in jobs)
     return EngineConfig(
-        max_requests=requests, cache_tokens=tokens, page_size=_PAGE, prefix_cache=cache
+        max_requests=requests,
+        cache_tokens=tokens,
+        page_size=_PAGE,
+        prefix_cache=cache,
+        pipeline=pipeline,
     )
 
 
@@ -144,6 +152,10 @@ def _largest_batch(engine: Engine) -> int:
 
 def _accepted(engine: Engine) -> int:
     return sum(own.accepted for record in engine.records for own in record.rounds)
+
+
+def _written_behind(engine: Engine) -> int:
+    return engine.writing.steps_behind
 
 
 def _count(name: str) -> Callable[[Engine], int]:

@@ -144,6 +144,7 @@ class Generation:
         calibration: Calibration,
         max_requests: int,
         row_exact: bool,
+        pipeline: bool = False,
     ) -> None:
         self._prompts = [tuple(prompt) for prompt in prompts]
         # Drawn here, so that the result can say it; a request's rule still goes by its own seed.
@@ -154,6 +155,7 @@ class Generation:
             max_requests=max_requests,
             block_size=drafter.block_size if drafter is not None else 0,
             row_exact=row_exact,
+            pipeline=pipeline,
         )
         self.engine = Engine(
             target, drafter, policy, config, calibration=calibration, tokenizer=tokenizer
@@ -210,6 +212,7 @@ class Generation:
 
     def outputs(self) -> list[RequestOutput]:
         """What each prompt has come to so far, in their order."""
+        self._pieces.extend([self._keep(event) for event in self.engine.flush()])
         rounds: dict[int, list[RoundRecord]] = {request: [] for request in self._written}
         for step in self.records:
             for record in step.rounds:

@@ -24,7 +24,7 @@ from dspark.scheduling.parse import needs_cost, parse_policy
 from dspark.scheduling.policies import Policy
 from dspark.scheduling.probing import Probing
 from dspark.scheduling.table import Fingerprint
-from dspark.targets.load import LoadedTarget, load_target
+from dspark.targets.load import LoadedTarget, check_device, load_target
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,13 @@ class LLM:
         cheaper draft where verifying many is dear. A `fixed:N` policy drafts N in any case.
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8, q4); None picks what suits the
         weights and the processor.
+    device: "cpu", or a CUDA device; there `weights` are bf16 (None) or fp32. Not yet run on a GPU.
     threads: CPU threads for torch; None leaves torch's own choice.
     max_requests: how many prompts decode at once; more wait.
     calibrated: use the bundle's `calibration.json`; False only to measure the head as it is.
     recalibrate: refit confidence temperatures to what is served (`calibration.online`), and verify
         one round in a hundred whole for it.
+    pipeline: write texts in a thread of its own while the next step computes (`EngineConfig`).
     progress: where start-up lines go; silent by default.
 
     Raises subclasses of UserError (`dspark.core.errors`) for anything wrong with these.
@@ -62,14 +64,17 @@ class LLM:
         policy: str | None = None,
         draft_length: int | None = None,
         weights: WeightKind | None = None,
+        device: str = "cpu",
         threads: int | None = None,
         max_requests: int = 32,
         trust_remote_code: bool = False,
         calibrated: bool = True,
         recalibrate: bool = False,
+        pipeline: bool = False,
         progress: Progress | None = None,
     ) -> None:
         set_threads(threads)
+        check_device(device, weights)
         if max_requests < 1:
             raise ConfigError(f"max_requests is {max_requests}; it must be at least 1")
         progress = progress or Progress(quiet=True)
@@ -91,12 +96,14 @@ class LLM:
         self.loaded: LoadedTarget = load_target(
             target,
             weights=weights,
+            device=device,
             template_hash=template_hash,
             trust_remote_code=trust_remote_code,
             say=progress.say,
         )
         self.tokenizer: Any = self.loaded.tokenizer
         self.max_requests = max_requests
+        self.pipeline = pipeline
         self.draft_name: str | None = None
         self.drafter: Drafter | None = None
         self._bundle_policy: str | None = None
@@ -254,6 +261,7 @@ class LLM:
             calibration=self.calibration,
             max_requests=self.max_requests,
             row_exact=row_exact,
+            pipeline=self.pipeline,
         )
 
     def encode_chat(self, turns: str | Sequence[str], system: str | None = None) -> list[list[int]]:

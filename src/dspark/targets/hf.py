@@ -47,7 +47,10 @@ class HFTarget:
     @property
     def row_exact(self) -> bool:
         """Whether this machine has row-exact kernels for every product of exact mode (float32
-        cache); what else a layer may hold is not looked at."""
+        cache); what else a layer may hold is not looked at. Never off the CPU, where no kernel was
+        measured."""
+        if self.device.type != "cpu":
+            return False
         layers = [*packed_layers(self.model), *(packed_layers(self.fast) if self.fast else ())]
         fused = getattr(self.config, "attn_logit_softcapping", None) is None
         exact = all(

@@ -57,18 +57,24 @@ def load_target(
     """Loads, checks and packs a target.
 
     source: a folder, a `.gguf` file, a hub id; None is the embedded SmolLM2.
-    weights: kind of packed CPU weights; None picks what suits the processor.
+    weights: kind of packed CPU weights; None picks what suits the processor. On another device the
+        layers stay transformers' own, in bf16 (None) or fp32.
+    device: "cpu", or a CUDA device ("cuda", "cuda:1").
     init_layers: how many of the last decoder layers' weights to keep in the binding, for training.
     say: receives start-up lines for people.
 
-    Raises TargetError for what is missing, broken or unsupported.
+    Raises TargetError for what is missing, broken or unsupported, ConfigError for a device that is
+    not there.
     """
+    check_device(device, weights)
     model, tokenizer, name = read_model(source, trust_remote_code=trust_remote_code, say=say)
     check_supported(model)
     model = model.to(device)
     binding = make_binding(model, name, tokenizer, template_hash, init_layers)
     if device != "cpu":
-        target = HFTarget(model)
+        say(f"device {device}: {weights or 'bf16'} weights, no promise that tokens are "
+            "independent of the batch")  # fmt: skip
+        target = HFTarget(in_dtype(model, torch.float32 if weights == "fp32" else torch.bfloat16))
         check_runs(target, type(model).__name__)
         return LoadedTarget(target, binding, tokenizer, name, None)
     weights = _weight_kind(model, name, weights, say)
@@ -82,6 +88,28 @@ def load_target(
     if not target.row_exact:
         say(f"no row-exact kernels for {weights} on this machine: tokens may depend on the batch")
     return LoadedTarget(target, binding, tokenizer, name, weights)
+
+
+def check_device(device: str, weights: WeightKind | None = None) -> None:
+    """Raises ConfigError for a device that is not there, or kinds of weights that it has not."""
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return
+    if kind != "cuda":
+        raise ConfigError(f"device {device!r} is not supported; use cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {device!r} is not here: torch {torch.__version__} finds no CUDA; use cpu"
+        )
+    if weights not in (None, "bf16", "fp32"):
+        raise ConfigError(f"weights {weights!r} are for a CPU; on {device} use bf16 or fp32")
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The model with its parameters in `dtype`; buffers (rotary frequencies) stay float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _weight_kind(model: Any, name: str, kind: WeightKind | None, say: Say) -> WeightKind:

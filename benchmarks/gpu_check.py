@@ -1,0 +1,275 @@
+"""Round latency on a GPU, with random weights of Qwen3-4B's shape (figure 4, right, of the paper).
+
+* One decode round of a batch of 128 requests (draft, schedule, verification of the whole block,
+  commit) with DSpark against DFlash, the same backbone without a sequential head, at draft lengths
+  4, 8, 12 and 16, averaged over contexts of 512 to 4,096 tokens. The paper has 0.2% to 1.3%.
+* SPS(B), steps a second of the target alone, from 1 to 1,024 tokens.
+
+Weights and contexts are random: neither changes what a step costs. Contexts that do not fit the
+memory are skipped by name. Rounds of all contenders are run in turn and medians are kept. The draft
+is run eagerly: it is not captured in CUDA graphs.
+
+    bash benchmarks/gpu_check.sh          # tests on CUDA first, then this
+    python benchmarks/gpu_check.py --device cpu --tiny
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+from common import finish
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dspark.core.records import StepRecord
+from dspark.core.sampling import SamplingParams
+from dspark.drafters.config import DSparkConfig
+from dspark.drafters.dspark import DSparkModel
+from dspark.drafters.fused import bf16_linear, plain_linear
+from dspark.drafters.serving import DSparkDrafter
+from dspark.engine.config import EngineConfig
+from dspark.engine.engine import Engine
+from dspark.nn.kv_cache import KVShape
+from dspark.nn.seams import Binding, Drafter
+from dspark.scheduling.policies import FixedLength, Off, Policy
+from dspark.targets.hf import HFTarget
+from dspark.targets.load import check_device
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A target, its drafters, and what is measured with them."""
+
+    target: dict[str, Any]
+    draft_layers: int
+    markov_rank: int
+    batch: int
+    lengths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+QWEN3_4B = Size(
+    target={
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    },
+    draft_layers=5, markov_rank=256, batch=128, lengths=(4, 8, 12, 16),
+    contexts=(512, 1024, 2048, 4096), tokens=tuple(2**k for k in range(11)),
+)  # fmt: skip
+TINY = Size(
+    target={
+        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512, "tie_word_embeddings": True,
+    },
+    draft_layers=1, markov_rank=8, batch=4, lengths=(2, 4), contexts=(16, 40), tokens=(1, 4, 8),
+)  # fmt: skip
+
+
+class Bench:
+    """A random target on a device, and engines over it that stand in the middle of decoding."""
+
+    def __init__(self, size: Size, device: str, dtype: torch.dtype) -> None:
+        self.size, self.dtype = size, dtype
+        torch.manual_seed(0)
+        eos = {"eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
+        config = AutoConfig.for_model("qwen3", **size.target, **eos)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        self.target = HFTarget(model)
+        embedding = model.get_input_embeddings().weight.detach().float()
+        layers = size.target["num_hidden_layers"]
+        self.binding = Binding(
+            embedding_VD=embedding, embedding_scale=1.0, lm_head_VD=embedding, logit_scale=1.0,
+            logit_softcap=None, num_target_layers=layers, mask_token_id=3,
+            target_name="random", embedding_hash="", chat_template_hash=None,
+        )  # fmt: skip
+
+    def drafter(self, block_size: int, *, markov: bool) -> Drafter:
+        """DSpark's, or DFlash's: the same without the sequential head."""
+        shape, layers = self.size.target, self.size.target["num_hidden_layers"]
+        config = DSparkConfig(
+            hidden_size=shape["hidden_size"], intermediate_size=shape["intermediate_size"],
+            num_hidden_layers=self.size.draft_layers,
+            num_attention_heads=shape["num_attention_heads"],
+            num_key_value_heads=shape["num_key_value_heads"], head_dim=shape["head_dim"],
+            vocab_size=shape["vocab_size"], num_target_layers=layers,
+            target_layer_ids=(layers // 4, layers - 1), mask_token_id=3, block_size=block_size,
+            markov_rank=self.size.markov_rank if markov else 0, enable_confidence_head=markov,
+        )  # fmt: skip
+        with torch.device(self.target.device):
+            model = DSparkModel(config)
+        linear = bf16_linear if self.dtype == torch.bfloat16 else plain_linear
+        return DSparkDrafter(model, self.binding, linear_factory=linear)
+
+    def bytes_needed(self, requests: int, context: int) -> int:
+        """Of both caches, in pages' extents of a power of two."""
+        slots = requests * (1 << (context + 2 * max(self.size.lengths)).bit_length())
+        shape = self.size.target
+        own = KVShape.uniform(
+            self.size.draft_layers, shape["num_key_value_heads"], shape["head_dim"]
+        )
+        return slots * sum(s.bytes_per_token(self.dtype) for s in (self.target.kv_shape, own))
+
+    def engine(
+        self, drafter: Drafter | None, policy: Policy, requests: int, context: int
+    ) -> Engine:
+        """Requests that have `context` tokens in the cache and one that they have just emitted."""
+        block = 0 if drafter is None else drafter.block_size
+        params = SamplingParams(temperature=1.0, max_new_tokens=2 * block + 4, ignore_eos=True)
+        page = 64
+        needs = context + params.max_new_tokens + block
+        extent = page << (-(-needs // page) - 1).bit_length()
+        engine = Engine(
+            self.target, drafter, policy,
+            EngineConfig(
+                max_requests=requests, cache_tokens=requests * extent + page, page_size=page,
+                row_exact=False, prefix_cache=False,
+                cache_dtype="bfloat16" if self.dtype == torch.bfloat16 else "float32",
+            ),
+            clock=clock(self.target.device),
+        )  # fmt: skip
+        for number in range(requests):
+            engine.add([number % 90 + 4] * context, params, seed=number)
+        engine.places.prepare_step()
+        for state in engine.running:  # as after a prefill, which would only take time
+            state.cached = context
+            state.emit([5])
+        assert len(engine.running) == requests
+        return engine
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, with everything done that was asked of the device."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read
+
+
+def one_round(engine: Engine) -> StepRecord:
+    """A decode step of all requests, which are then wound back."""
+    engine.step()
+    for state in engine.running:
+        state.take_back(1)
+        state.features.clear()
+    [record] = engine.records
+    engine.records.clear()
+    return record
+
+
+def free_bytes(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
+
+
+def draft_latency(bench: Bench, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of (length, milliseconds of both, ratio), and what was skipped."""
+    size, skipped = bench.size, []
+    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for context in size.contexts:
+        # The paper's largest context also wants room for logits and temporaries.
+        needs = max(1.15 * bench.bytes_needed(size.batch, context), 100e9 if context >= 4096 else 0)
+        if needs > free_bytes(bench.target.device):
+            skipped.append(f"context {context}: needs about {needs / 1e9:.0f} GB free")
+            continue
+        for length in size.lengths:
+            names = {"dspark": True, "dflash": False}
+            found: dict[str, list[float]] = defaultdict(list)
+            for name, markov in names.items():  # one cache at a time fits the memory
+                drafter = bench.drafter(length, markov=markov)
+                engine = bench.engine(drafter, FixedLength(length), size.batch, context)
+                for number in range(repeats + 2):
+                    took = sum(one_round(engine).seconds.values())
+                    if number > 1:  # the first ones warm up
+                        found[name].append(took)
+                engine.cancel()
+                del engine, drafter
+                if bench.target.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            for name, values in found.items():
+                seconds[length, name].append(median(values))
+    rows = []
+    for length in size.lengths:
+        if not seconds[length, "dspark"]:
+            continue
+        dspark, dflash = (1000 * mean(seconds[length, name]) for name in ("dspark", "dflash"))
+        rows.append(
+            {"draft_length": length, "dspark_ms": dspark, "dflash_ms": dflash,
+             "more": dspark / dflash - 1}
+        )  # fmt: skip
+    return rows, skipped
+
+
+def steps_a_second(bench: Bench, repeats: int) -> dict[int, float]:
+    """SPS(B): target forward, sampling and commit of B tokens, no draft."""
+    found = {}
+    context = bench.size.contexts[0]
+    for tokens in bench.size.tokens:
+        requests = min(tokens, bench.size.batch)
+        extra = tokens // requests - 1
+        drafter = bench.drafter(extra, markov=False) if extra else None
+        policy: Policy = FixedLength(extra) if extra else Off()
+        engine = bench.engine(drafter, policy, requests, context)
+        took = []
+        for number in range(repeats + 2):
+            record = one_round(engine)
+            assert record.batch_tokens == requests * (1 + extra)
+            spent = dict(record.seconds)
+            del spent["draft"], spent["draft_head"]
+            if number > 1:
+                took.append(sum(spent.values()))
+        found[requests * (1 + extra)] = 1 / median(took)
+        engine.cancel()
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]], skipped: Sequence[str], sps: dict[int, float]) -> str:
+    lines = ["draft length   DSpark ms   DFlash ms   DSpark costs more by"]
+    for row in rows:
+        lines.append(
+            f"{row['draft_length']:12}   {row['dspark_ms']:9.2f}   {row['dflash_ms']:9.2f}   "
+            f"{row['more']:+.1%}"
+        )
+    lines += [f"skipped {what}" for what in skipped]
+    lines += ["", "tokens   steps a second"]
+    lines += [f"{tokens:6}   {rate:.2f}" for tokens, rate in sps.items()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
+    options.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
+    options.add_argument("--repeats", type=int, default=7)
+    options.add_argument("--tiny", action="store_true", help="a tiny target, to try the script")
+    args = options.parse_args(argv)
+    check_device(args.device)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    bench = Bench(TINY if args.tiny else QWEN3_4B, args.device, dtype)
+    rows, skipped = draft_latency(bench, args.repeats)
+    sps = steps_a_second(bench, args.repeats)
+    print(table(rows, skipped, sps))
+    device = bench.target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    result = {
+        "device": name, "dtype": args.dtype, "torch": torch.__version__, "tiny": args.tiny,
+        "batch": bench.size.batch, "contexts": [*bench.size.contexts], "latency": rows,
+        "skipped": skipped, "steps_a_second": sps, "draft": "eager",
+    }  # fmt: skip
+    return result
+
+
+if __name__ == "__main__":
+    finish(main)
