@@ -54,6 +54,7 @@ class KVStore:
         """`read_ahead` slots lie beyond the last page, because attention reads whole tiles of keys
         (masked; zeros or another request's finite values)."""
         self.shape = shape
+        self.device = torch.device(device)
         self.num_slots = num_slots
         rows = num_slots + read_ahead
         self.keys = [
@@ -89,7 +90,7 @@ class KVStore:
         """Copies whole pages; no page is both read and written."""
         if not copies:
             return
-        device = self.keys[0].device
+        device = self.device  # a drafter may keep no layer at all
         offsets = torch.arange(page_size, device=device)
         source, to = (
             (torch.tensor(pages, device=device)[:, None] * page_size + offsets).flatten()
