@@ -31,7 +31,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in (
         "policy_sweep", "threshold_sweep", "gate_cost", "planner_time", "common", "single_stream",
-        "llama_cpp", "throughput", "weights", "exactness", "sse_clients", "server_overhead",
+        "llama_cpp", "weights", "exactness", "sse_clients", "server_overhead",
         "objective", "gpu_check",
         "feature_precision",
     ):  # fmt: skip
