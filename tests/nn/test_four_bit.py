@@ -150,15 +150,16 @@ def test_rows_of_prompts_take_their_own_kernel(kind):
         both = layer(x)
         torch.testing.assert_close(both[:split], tokens[:split])
         torch.testing.assert_close(both[split:], prompts[split:])
-    bare = PackedLinear(weight, layer.bias, kind, mode, prompts=False)
+    bare = PackedLinear(weight, layer.bias, kind, mode, whole=False)
     mode.prompt_from = 0
     assert torch.equal(bare(x), tokens)
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_many_rows_take_it_too_where_nothing_is_promised(exact):
+@pytest.mark.parametrize("whole", [True, False])
+def test_many_rows_take_it_too_where_nothing_is_promised(exact, whole):
     mode = RowMode(exact=exact)
-    layer = PackedLinear(on_grid(64, 96)[1], None, "int8", mode)
+    layer = PackedLinear(on_grid(64, 96)[1], None, "int8", mode, whole=whole)
     seen = []
     kernel, prompt_kernel = layer.kernel, layer.prompt_kernel
     layer.kernel = lambda x: (seen.append(("few", len(x))), kernel(x))[1]

@@ -70,10 +70,10 @@ class PackedLinear(nn.Module):
     """y = x W^T + b with a packed W; x is [..., in], y float32.
 
     Kernels of few bits unpack each weight for every few rows: best for one token, worst for a
-    prompt. So their layers hold the same weights once more for the rows of prompts, in the kind
-    that suits the processor (`best_kind`), unless `prompts` is false. In exact mode, which of the
-    two serves a row follows from what the row is and not from the batch. Otherwise any batch of
-    many rows takes the second.
+    prompt. So their layers hold the same weights once more for many rows, in the kind that suits
+    the processor (`best_kind`). In exact mode, which of the two serves a row follows from what the
+    row is and not from the batch: prompts take the second, where the layer sees the `whole` batch,
+    all its rows in their order. Otherwise any batch of many rows does.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class PackedLinear(nn.Module):
         kind: WeightKind,
         mode: RowMode,
         *,
-        prompts: bool = True,
+        whole: bool = True,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         weight = weight.detach().float().contiguous()
         # The kind it really has: exact row counts are measured for that one.
         self.kind, self.kernel = _build(weight, kind)
-        self.prompt_kind = best_kind()[0] if prompts and kind in _FEW_BITS else None
+        self.prompt_kind = best_kind()[0] if kind in _FEW_BITS else None
         self.prompt_kernel = _build(weight, self.prompt_kind)[1] if self.prompt_kind else None
         self.bias = None if bias is None else bias.detach().float()
-        self.mode = mode
+        self.mode, self.whole = mode, whole
         self.exact_rows: ExactRows | None = None
         self.exact_prompt_rows: ExactRows | None = None
 
@@ -106,7 +106,7 @@ class PackedLinear(nn.Module):
 
     def native_rows(self, x: Tensor) -> Tensor:
         """The same in the kernel's own precision, for what goes on into another product."""
-        split = self.mode.prompt_from
+        split = self.mode.prompt_from if self.whole else None
         if not self.mode.exact and x.shape[0] >= _MANY_ROWS:
             split = 0
         if x.shape[0] == 0:  # a prefill chunk asks for no logits, and kernels refuse no rows

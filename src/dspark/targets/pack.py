@@ -99,7 +99,7 @@ def pack_model(model: Any, kind: WeightKind, *, allow_fast: bool = True) -> Pack
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:  # a subclass may do more (Phi-MoE routers)
                     packed = PackedLinear(
-                        child.weight, child.bias, kind, mode, prompts=child not in not_whole
+                        child.weight, child.bias, kind, mode, whole=child not in not_whole
                     )
                     setattr(parent, name, packed)
                 elif (norm := _fused_norm(child)) is not None:
