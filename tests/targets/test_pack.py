@@ -75,10 +75,10 @@ def test_only_layers_that_see_the_whole_batch_tell_prompts_apart():
         pytest.skip("int8 does not run on this machine")
     model = tiny_model("qwen3_moe", num_hidden_layers=1)
     pack_model(model, "int8")
-    assert model.lm_head.prompt_kernel is None
+    assert not model.lm_head.whole
     block = {id(layer) for layer in packed_layers(model.model.layers[0].mlp)}
     for layer in packed_layers(model.model.layers[0]):
-        assert (layer.prompt_kernel is None) == (id(layer) in block)
+        assert layer.whole == (id(layer) not in block)
 
 
 def test_everything_is_packed_once():
