@@ -30,6 +30,20 @@ def raising(error: BaseException) -> Callable[..., None]:
     return command
 
 
+def test_a_sign_of_life_before_torch_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(temperature: options.Temperature = 0.0) -> None:
+        """Prints."""
+        print(temperature)
+
+    monkeypatch.delitem(sys.modules, "torch")
+    assert outcome(command) == 0
+    assert capsys.readouterr().err == "starting ...\n"
+    assert outcome(command, "--help") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_done_is_0(capsys: pytest.CaptureFixture[str]) -> None:
     def command(temperature: options.Temperature = 0.0) -> None:
         """Prints."""

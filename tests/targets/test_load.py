@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dspark.core.errors import TargetError, UserError
 from dspark.data.template import template_hash
-from dspark.targets import load
+from dspark.targets import load, source
 from dspark.targets.drift import target_logits
 from dspark.targets.embedded import embedded_gguf
 from dspark.targets.load import load_target, read_model
@@ -202,7 +202,7 @@ class TestGGUF:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(load, "_record_source", interrupted)
+            patch.setattr(source, "_record_source", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 load_it(gguf)
         assert self.cached(tmp_path) == []
@@ -210,14 +210,14 @@ class TestGGUF:
 
     def test_another_process_was_first(self, gguf, tmp_path, monkeypatch):
         """Both convert; the later one finds the folder there and uses it."""
-        record = load._record_source
+        record = source._record_source
 
         def race(folder, path):
             record(folder, path)
-            target = next(iter(load.cache_folder().glob("targets")))
-            shutil.copytree(folder, target / f"small-{load._file_hash(path)[:16]}")
+            target = next(iter(source.cache_folder().glob("targets")))
+            shutil.copytree(folder, target / f"small-{source._file_hash(path)[:16]}")
 
-        monkeypatch.setattr(load, "_record_source", race)
+        monkeypatch.setattr(source, "_record_source", race)
         load_it(gguf)
         assert len(self.cached(tmp_path)) == 1
 
@@ -229,9 +229,9 @@ class TestGGUF:
         refused(gguf, "small.gguf", "bad magic")
 
 
-def test_thecache_folder(monkeypatch, tmp_path):
+def test_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("DSPARK_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load.cache_folder() == tmp_path / "dspark"
+    assert source.cache_folder() == tmp_path / "dspark"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert load.cache_folder() == Path.home() / ".cache" / "dspark"
+    assert source.cache_folder() == Path.home() / ".cache" / "dspark"

@@ -132,7 +132,7 @@ def inspect(
     from dspark.recipes.progress import Progress
 
     report = inspect_data(
-        paths, target, samples=samples, thinking=thinking, seed=seed, say=Progress().say
+        paths, target, samples=samples, thinking=thinking, seed=seed, progress=Progress()
     )
     screen = Screen()
     for sample in report.samples:

@@ -5,10 +5,11 @@ A command is a plain function in a file of its own, with options from `cli.optio
 answer at once.
 """
 
+import functools
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,7 +21,7 @@ from dspark.cli.data import inspect, regenerate, synthesize
 from dspark.cli.doctor import doctor
 from dspark.cli.eval import evaluate
 from dspark.cli.generate import generate
-from dspark.cli.output import print_error
+from dspark.cli.output import print_error, print_note
 from dspark.cli.profile import profile
 from dspark.cli.serve import serve
 from dspark.cli.train import train
@@ -63,11 +64,24 @@ def build_app(commands: Mapping[str, Command | Mapping[str, Command]]) -> typer.
         if isinstance(command, Mapping):
             group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=_GROUPS[name])
             for own_name, own in command.items():
-                group.command(own_name)(own)
+                group.command(own_name)(_announced(own))
             app.add_typer(group, name=name)
         else:
-            app.command(name)(command)
+            app.command(name)(_announced(command))
     return app
+
+
+def _announced(command: Command) -> Command:
+    """The command, with a sign of life while PyTorch is imported: many seconds on a busy machine,
+    the more the first time."""
+
+    @functools.wraps(command)
+    def announced(**options: Any) -> None:
+        if "torch" not in sys.modules:
+            print_note("starting ...")
+        command(**options)
+
+    return announced
 
 
 def run(app: typer.Typer, args: Sequence[str]) -> NoReturn:

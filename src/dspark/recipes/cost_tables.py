@@ -14,7 +14,8 @@ import transformers
 from dspark.core.errors import DataError
 from dspark.engine.config import EngineConfig
 from dspark.scheduling.table import CostTable, Fingerprint, differences, read_table, table_name
-from dspark.targets.load import LoadedTarget, cache_folder
+from dspark.targets.load import LoadedTarget
+from dspark.targets.source import cache_folder
 
 
 def fingerprint_of(loaded: LoadedTarget, drafter_id: str) -> Fingerprint:

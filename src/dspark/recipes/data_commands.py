@@ -15,7 +15,8 @@ from dspark.recipes.progress import Progress
 from dspark.recipes.regenerate import RegenerateConfig, regenerate
 from dspark.recipes.synthesize import SynthesizeConfig, synthesize
 from dspark.recipes.values import set_threads
-from dspark.targets.load import load_target, read_tokenizer
+from dspark.targets.load import load_target
+from dspark.targets.source import read_tokenizer
 
 
 def run_synthesize(

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from dspark.data.records import find_files
 from dspark.data.responses import FORMAT, ResponseFile
 from dspark.data.synthesis import likeness
 from dspark.data.template import encode_messages, template_hash
-from dspark.targets.load import read_tokenizer
+from dspark.recipes.progress import Progress
+from dspark.targets.source import read_tokenizer
 
 _SHOWN = 1200
 """Characters of a shown text."""
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def inspect_data(
     samples: int,
     thinking: bool | None,
     seed: int,
-    say: Say,
+    progress: Progress,
 ) -> DataReport:
     """Reads everything and changes nothing. Masks are those that training uses.
 
@@ -70,20 +69,22 @@ def inspect_data(
     """
     if samples < 0:
         raise ConfigError(f"samples is {samples}; it must be at least 0")
-    tokenizer, name, vocab_size = read_tokenizer(target, say=say)
+    tokenizer, name, vocab_size = read_tokenizer(target, say=progress.say)
     texts: list[_Text] = []
     bad: list[DataError] = []
     for file in find_files(paths):
         if file.is_file() and _is_responses(file):
-            texts += _responses(file, tokenizer, name, vocab_size)
-        else:
-            prompts, wrong = scan_prompts(file)
-            bad += wrong
+            texts += _responses(file, tokenizer, name, vocab_size, progress)
+            continue
+        prompts, wrong = scan_prompts(file)
+        bad += wrong
+        with progress.task(file.name, total=len(prompts)) as advance:
             for prompt in prompts:
                 try:
                     texts += _conversation(prompt, tokenizer, thinking)
                 except (DataError, PromptError) as error:
                     bad.append(DataError(f"{file}, line {prompt.line}: {error}"))
+                advance(1, "prompts")
     rng = np.random.default_rng(seed)
     shown = sorted(rng.permutation(len(texts))[:samples].tolist())
     counts = _counts(texts, bad)
@@ -97,24 +98,35 @@ def _is_responses(file: Path) -> bool:
         return FORMAT.encode() in lines.readline()
 
 
-def _responses(file: Path, tokenizer: Any, name: str, vocab_size: int) -> Iterator[_Text]:
+def _responses(
+    file: Path, tokenizer: Any, name: str, vocab_size: int, progress: Progress
+) -> list[_Text]:
     with file.open("rb") as lines:
         thinking = json.loads(lines.readline()).get("thinking")
     responses = ResponseFile(
         file, target=name, template_hash=template_hash(tokenizer), vocab_size=vocab_size,
         thinking=thinking,
     )  # fmt: skip
-    for response in responses.responses:
-        yield _Text(
-            response.file,
-            response.line,
-            f"{response.file}, line {response.line}, temperature {response.temperature:g}"
-            + (f", turn {response.turn + 1}" if response.turn else ""),
-            tokenizer.decode(response.prompt_ids),
-            TrainingSequence(response.token_ids, response.supervised),
-            len(response.prompt_ids),
-            response.finish_reason == "stop",
-        )
+    questions: dict[bytes, str] = {}  # decoding takes longest, and samples share their prompt
+    texts = []
+    with progress.task(file.name, total=len(responses)) as advance:
+        for response in responses.responses:
+            ids = response.prompt_ids.tobytes()
+            if ids not in questions:
+                questions[ids] = tokenizer.decode(response.prompt_ids)
+            text = _Text(
+                response.file,
+                response.line,
+                f"{response.file}, line {response.line}, temperature {response.temperature:g}"
+                + (f", turn {response.turn + 1}" if response.turn else ""),
+                questions[ids],
+                TrainingSequence(response.token_ids, response.supervised),
+                len(response.prompt_ids),
+                response.finish_reason == "stop",
+            )
+            texts.append(text)
+            advance(1, "responses")
+    return texts
 
 
 def _conversation(prompt: Prompt, tokenizer: Any, thinking: bool | None) -> list[_Text]:
@@ -178,9 +190,9 @@ def _lines(counts: dict[str, Any], bad: Sequence[DataError]) -> list[str]:
         prompt, trained = domain["prompt_tokens"], domain["trained_tokens"]
         cut = domain["cut_at_the_limit"]
         lines.append(
-            f"{name}: {domain['texts']} texts; prompts of {prompt['median']} tokens in the middle, "
-            f"{prompt['most']} at most; trained on {trained['median']}, at most {trained['most']}, "
-            f"in all {domain['trained_tokens_in_all']:,}"
+            f"{name}: {domain['texts']} texts; prompts of {prompt['median']} tokens (median; "
+            f"{prompt['most']} at most); trained on {trained['median']} tokens a text (median; "
+            f"{trained['most']} at most), {domain['trained_tokens_in_all']:,} in all"
             + (f"; {cut} cut at the limit" if cut else "")
         )
     if repeated := counts["repeated_prompts"]:

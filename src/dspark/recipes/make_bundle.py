@@ -30,7 +30,8 @@ from dspark.recipes.train import (
 )
 from dspark.recipes.training_data import TrainingData, from_conversations, from_responses
 from dspark.recipes.values import set_threads
-from dspark.targets.load import LoadedTarget, load_target, target_name
+from dspark.targets.load import LoadedTarget, load_target
+from dspark.targets.source import target_name
 from dspark.training.ranks import Parallel, Ranks, join
 from dspark.training.trainer import TrainResult
 
