@@ -38,9 +38,12 @@ def test_a_file_gives_defaults_and_flags_win(settings, tmp_path):
     assert settings["config"].port == 10 and settings["config"].log_prompts is True
     assert settings["engine"].max_requests == 3 and settings["policy"] == "off"
     assert settings["recalibrate"] is False
-    file.write_text("recalibrate = true\nreceive-timeout = 5\n")
+    assert settings["draft_length"] is None
+    file.write_text("recalibrate = true\nreceive-timeout = 5\ndraft-length = 3\n")
     assert start("--config", str(file)) == 0
     assert settings["recalibrate"] is True and settings["config"].receive_timeout == 5
+    assert settings["draft_length"] == 3
+    assert start("--draft-length", "2") == 0 and settings["draft_length"] == 2
     assert start() == 0
     assert settings["config"].port == 8000 and settings["config"].host == "127.0.0.1"
 

@@ -49,6 +49,7 @@ def serve(
     port: Annotated[int, typer.Option(help="0 lets the system choose.")] = 8000,
     target: options.Target = None,
     draft: options.Draft = None,
+    draft_length: options.DraftLength = None,
     policy: options.Policy = None,
     recalibrate: Annotated[
         bool,
@@ -151,6 +152,7 @@ def serve(
         LLM,
         target,
         draft=draft or "auto",
+        draft_length=draft_length,
         policy=policy,
         recalibrate=recalibrate,
         weights=weights_value(weights),
