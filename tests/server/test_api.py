@@ -7,7 +7,6 @@ import openai
 import pytest
 
 import dspark
-from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
 
 NO_EOS = {"ignore_eos": True}
@@ -46,18 +45,7 @@ def test_a_stream_is_the_same_text(server):
     assert len({c.id for c in chunks}) == 1
 
 
-@pytest.fixture
-def full_engine(server):
-    """Skips where the engine does not take log-probabilities and per-request speculation yet."""
-    try:
-        server.serving.engine.engine.prepare(
-            [5], SamplingParams(max_new_tokens=4, logprobs=0, speculation="off")
-        )
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
-def test_speculation_and_verification_are_the_requests_choice(server, full_engine):
+def test_speculation_and_verification_are_the_requests_choice(server):
     client = server.client()
     texts = set()
     for extra in (

@@ -16,7 +16,7 @@ from dspark.server import logs, streaming
 from dspark.server.run import open_socket
 from tests.server import conftest
 from tests.server.conftest import wait_until
-from tests.server.test_operations import LONG, open_stream
+from tests.server.test_operations import LONG, open_stream, start_process, wait_for_url
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
 
@@ -187,3 +187,25 @@ def test_a_corrupt_bundle_stops_the_start(damage, target_folder, bundle_folder, 
     assert stopped.value.code == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said and "bundle" in said, said
+
+
+@pytest.mark.slow
+def test_killed_and_started_again(target_folder, bundle_folder):
+    """Clients see a broken connection; the same command on the same port serves again."""
+    folders = (target_folder, bundle_folder)
+    with start_process(folders) as first:
+        url = wait_for_url(first)
+        with httpx2.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as answer:
+            chunks = answer.iter_raw()
+            next(chunks)
+            first.kill()
+            with pytest.raises(httpx2.TransportError):
+                for _ in chunks:
+                    pass
+    with start_process(folders, port=url.rsplit(":", 1)[1]) as second:
+        assert wait_for_url(second) == url
+        body = {"prompt": "Hi", "max_tokens": 3}
+        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        second.terminate()
+        second.stderr.read()
+    assert second.returncode == 0

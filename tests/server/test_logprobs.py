@@ -5,21 +5,7 @@ import math
 
 import pytest
 
-from dspark.core.errors import ConfigError
-from dspark.core.guided import Guided
 from dspark.core.sampling import SamplingParams
-
-
-@pytest.fixture(autouse=True)
-def full_engine(server):
-    """Skips where the engine does not take log-probabilities and grammars yet."""
-    try:
-        server.serving.engine.engine.prepare(
-            [5], SamplingParams(max_new_tokens=4, logprobs=0, guided=Guided.regex("a"))
-        )
-    except ConfigError as error:
-        pytest.skip(str(error))
-
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 NO_EOS = {"ignore_eos": True}
@@ -48,13 +34,7 @@ def test_chat(server):
 def test_scoring_as_lm_eval_does(server, tiny_llm):
     prompt = tiny_llm.tokenizer("The answer is 42")["input_ids"]
     params = SamplingParams(temperature=0, max_new_tokens=1, prompt_logprobs=1, ignore_eos=True)
-    try:
-        stream = server.serving.engine.submit(prompt, params)
-    except ConfigError:  # then the API says so, too
-        answer = server.post("/v1/completions", {"prompt": prompt, "echo": True, "logprobs": 1})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"].startswith("echo with logprobs is not supported")
-        pytest.skip("the engine has no log-probabilities of prompts yet")
+    stream = server.serving.engine.submit(prompt, params)
     expected = [one and one.logprob for event in stream for one in event.prompt_logprobs]
     for max_tokens in (0, 1):
         answer = server.client().completions.create(

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -238,13 +237,13 @@ def test_bad_settings():
 
 
 @contextlib.contextmanager
-def start_process(folder, port="0", stderr=subprocess.PIPE):
+def start_process(folder, port="0"):
     """A server in a process of its own, which does not outlive the test."""
     command = [
         sys.executable, "-c", "from dspark.cli.main import main; main()", "serve", "--port", port,
         "--target", str(folder[0]), "--draft", str(folder[1]), "--weights", "fp32",
     ]  # fmt: skip
-    with subprocess.Popen(command, stderr=stderr, text=True, env={**os.environ}) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
