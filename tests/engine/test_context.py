@@ -46,7 +46,7 @@ def test_context_is_that_of_one_pass(name, params, config):
             if engine.records[-1].step % 4 or not text:
                 continue
             compared += 1
-            engine._context.write([state])  # as before its next draft
+            engine._drafting.context.write([state])  # as before its next draft
             slots = state.table.slots(0, len(text))
             keys, values = one_pass(drafter, text, state.text[state.cached])
             for layer in range(len(keys)):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from dspark.calibration.serving import Calibration, Snapshot, Uncalibrated
 from dspark.core.errors import ConfigError
@@ -18,30 +17,22 @@ from dspark.core.sampling import SamplingParams
 from dspark.engine.admission import check_request
 from dspark.engine.alarm import AcceptanceAlarm
 from dspark.engine.batch import StepBatch, build_batch
-from dspark.engine.blocks import spread
 from dspark.engine.commit import Commit
 from dspark.engine.config import EngineConfig
-from dspark.engine.constraints import (
-    blame_dead_ends,
-    draft_adjust,
-    logit_state,
-    sound_draft,
-    target_logits,
-)
-from dspark.engine.draft_context import DraftContext
+from dspark.engine.constraints import logit_state
+from dspark.engine.drafting import Drafting
 from dspark.engine.guided import GrammarCompiler
 from dspark.engine.logprobs import share_rows
 from dspark.engine.memory import KVMemory
 from dspark.engine.places import Places
 from dspark.engine.request import Request, RequestState, TokenEvent
 from dspark.engine.text import OutputText
+from dspark.engine.verifying import verify_step
 from dspark.engine.view import engine_stats, round_view
 from dspark.engine.writing import Writing, error_event
-from dspark.nn.noise import RequestNoise, StepNoise
+from dspark.nn.noise import RequestNoise
 from dspark.nn.pages import PageTable
-from dspark.nn.sampling import SamplingRows, probs_from_logits
-from dspark.nn.seams import DraftBlock, Drafter, Target, TargetOutput
-from dspark.nn.verification import Verified, verify
+from dspark.nn.seams import DraftBlock, Drafter, Target
 from dspark.scheduling.policies import Policy, RoundView, check_rule
 
 logger = logging.getLogger(__name__)
@@ -89,9 +80,9 @@ class Engine:
         self.places = Places(self.config, self.memory, self._block_size)
         self.writing = Writing(pipelined=self.config.pipeline)
         self._commit = Commit(self.places, self.memory, self._eos)
-        self._context: DraftContext | None = None
-        if self.drafter is not None and self.memory.draft_store is not None and self._taps:
-            self._context = DraftContext(self.drafter, self.memory.draft_store)
+        self._drafting: Drafting | None = None
+        if self.drafter is not None and self.memory.draft_store is not None:
+            self._drafting = Drafting(self.drafter, self.memory.draft_store, target.device)
         logger.info(self.memory.describe())
 
     # -- requests ---------------------------------------------------------------------------------
@@ -230,7 +221,7 @@ class Engine:
 
         view = self._view(decoding, prefilling)
         wanted = self.policy.wants_draft(view) & (view.max_admit_R > 0)
-        draft = self._draft(decoding, wanted)
+        draft = None if self._drafting is None else self._drafting.blocks(decoding, wanted)
         head = draft.head_seconds if draft is not None else 0.0
         seconds["draft"] = -started + (started := clock()) - head
         seconds["draft_head"] = head
@@ -250,79 +241,18 @@ class Engine:
         )
         seconds["verify"] = -started + (started := clock())
 
-        verified = self._verify(batch, draft, output)
+        verified = verify_step(batch, draft, output)
         seconds["sample"] = -started + (started := clock())
 
         events = self.writing.collect()
         unwritten, rounds = self._commit.step(batch, view, drafted, draft, verified, output)
         events += self.writing.put(unwritten)
-        self._extend_draft_context(batch, verified, output)
+        if self._drafting is not None:
+            self._drafting.extend(batch, verified, output)
         self._publish(batch)
         seconds["commit"] = clock() - started
         self._record(batch, rounds, seconds, snapshot)
         return events
-
-    def _draft(self, decoding: list[RequestState], wanted: np.ndarray) -> DraftBlock | None:
-        """Blocks of the decoding requests that want one, a row a request; None when none does."""
-        chosen = np.flatnonzero(wanted)
-        store = self.memory.draft_store
-        if self.drafter is None or store is None or len(chosen) == 0:
-            return None
-        states = [decoding[r] for r in chosen]
-        if self._context is not None:
-            self._context.write(states)
-        rounds = [state.peek_round() for state in states]
-        block = self.drafter.draft(
-            torch.tensor([state.anchor for state in states], device=self.target.device),
-            torch.tensor([state.cached for state in states], device=self.target.device),
-            [state.table for state in states],
-            store,
-            texts=[state.text for state in states],
-            sampling=[state.request.params for state in states],
-            noise=StepNoise(rounds, self.drafter.block_size),
-            adjust=draft_adjust(states),
-        )
-        block = sound_draft(block, states)
-        return block if len(states) == len(decoding) else spread(block, chosen, len(decoding))
-
-    def _verify(
-        self, batch: StepBatch, draft: DraftBlock | None, output: TargetOutput
-    ) -> Verified | None:
-        if not batch.sampled:
-            return None
-        logits_MV = output.logits_MV[: len(batch.row_params)]
-        logits_MV, dead_M = target_logits(batch, draft, logits_MV)
-        params = [state.request.params for state in batch.sampled]
-        probs_MV = probs_from_logits(
-            logits_MV, SamplingRows.of(params, batch.row_params, logits_MV.device)
-        )
-        noise = StepNoise([state.peek_round() for state in batch.sampled])
-        if draft is not None and len(batch.sampled) > draft.tokens_RK.shape[0]:
-            rows = np.arange(draft.tokens_RK.shape[0])
-            draft = spread(draft, rows, len(batch.sampled))  # finished prompts have no draft
-        verified = verify(probs_MV, batch.admitted, draft, noise.verification(batch.admitted))
-        if dead_M is not None:
-            blame_dead_ends(batch, verified.accepted_R, dead_M)
-        return verified
-
-    def _extend_draft_context(
-        self, batch: StepBatch, verified: Verified | None, output: TargetOutput
-    ) -> None:
-        """Every committed position's features become context K/V, before a draft reads them
-        (law 7)."""
-        if self._context is None:
-            return
-        assert output.taps_NF is not None
-        starts = batch.ragged.starts
-        accepted = verified.accepted_R.tolist() if verified is not None else []
-        decoding = len(batch.ragged.tables) - len(batch.prefill)
-        prefilled = [state for state, _ in batch.prefill]
-        for r, state in enumerate([*batch.sampled[:decoding], *prefilled]):
-            end = starts[r] + 1 + accepted[r] if r < decoding else starts[r + 1]
-            if state.table.pages:  # finished requests have given theirs back
-                self._context.keep(state, output.taps_NF[starts[r] : end])
-        self._context.write(state for state in prefilled if state.table.pages)
-        self._context.write_full(state for state in batch.sampled[:decoding] if state.table.pages)
 
     # -- bookkeeping ------------------------------------------------------------------------------
 
