@@ -134,11 +134,12 @@ def train(
 ) -> None:
     """Train a drafter: prompts, responses, features, training, bundle, evaluation. Says what it
     will take, stops and resumes anywhere."""
+    from dspark.recipes.draft_shape import DraftShape
     from dspark.recipes.make_bundle import BundleRun, make_bundle
     from dspark.recipes.progress import Progress
     from dspark.recipes.regenerate import RegenerateConfig
     from dspark.recipes.synthesize import SynthesizeConfig
-    from dspark.recipes.train import DraftShape, TrainConfig, TrainJob, training_of
+    from dspark.recipes.train import TrainConfig, TrainJob, training_of
     from dspark.recipes.values import features_value, parallel_value, weights_value
 
     shape = DraftShape(

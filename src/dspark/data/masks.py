@@ -19,7 +19,7 @@ import numpy as np
 from dspark.core.errors import ConfigError, DataError
 from dspark.data.anchors import BoolArray
 from dspark.data.conversation import Message
-from dspark.data.template import TokenIds, supervised_tokens, thinking_option
+from dspark.data.template import TokenIds, extends, supervised_tokens, thinking_option
 
 _MARK = "dsparkmarksananswer"
 """Stands for an answer where a template is asked what it puts around one."""
@@ -54,7 +54,7 @@ def mask_conversation(
             continue
         ids, start = _answer(tokenizer, messages[:index], message, options, ended=True)
         text = MaskedText(ids, supervised_tokens(len(ids), [(start, len(ids))]))
-        if texts and _extends(text, texts[-1]):
+        if texts and extends(text.token_ids, texts[-1].token_ids):
             text.supervised[: len(texts[-1].supervised)] |= texts[-1].supervised
             texts.pop()
         texts.append(text)
@@ -160,8 +160,3 @@ def _span(encoded: Any, start: int, end: int, special: Sequence[int]) -> tuple[i
     if last < len(offsets) and offsets[last][0] >= end and encoded["input_ids"][last] in special:
         last += 1
     return first, last
-
-
-def _extends(later: MaskedText, earlier: MaskedText) -> bool:
-    length = len(earlier.token_ids)
-    return np.array_equal(later.token_ids[:length], earlier.token_ids)

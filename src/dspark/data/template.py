@@ -119,6 +119,11 @@ def template_hash(tokenizer: ChatTokenizer) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def extends(later: TokenIds, earlier: TokenIds) -> bool:
+    """Whether a text goes on from another, token by token."""
+    return np.array_equal(later[: len(earlier)], earlier)
+
+
 def supervised_tokens(length: int, responses: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
     """bool [length]: True at tokens the target wrote, given as (start, end) token offsets.
 

@@ -21,12 +21,12 @@ from dspark.data.packing import TrainingSequence
 from dspark.data.prompts import Prompt
 from dspark.data.responses import ResponseFile
 from dspark.recipes.bundles import LOOKUP
+from dspark.recipes.draft_shape import DraftShape
 from dspark.recipes.evaluate import evaluate
 from dspark.recipes.llm import LLM
 from dspark.recipes.one_process import one_process
 from dspark.recipes.progress import Progress
 from dspark.recipes.train import (
-    DraftShape,
     TrainConfig,
     TrainJob,
     starting_model,

@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from dspark.core.errors import DataError
 from dspark.data.masks import mask_conversation
 from dspark.data.packing import TrainingSequence
 from dspark.data.prompts import Prompt
 from dspark.data.responses import Response
+from dspark.data.template import extends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +70,7 @@ def _conversations(responses: Sequence[Response]) -> list[TrainingSequence]:
     for response in sorted(responses, key=lambda r: r.turn):
         sequence = TrainingSequence(response.token_ids, response.supervised)
         place = last.get(response.key[:3])
-        if place is not None and _extends(sequence, sequences[place]):
+        if place is not None and extends(sequence.token_ids, sequences[place].token_ids):
             earlier = sequences[place].supervised
             sequence.supervised[: len(earlier)] |= earlier
             sequences[place] = sequence
@@ -79,11 +78,6 @@ def _conversations(responses: Sequence[Response]) -> list[TrainingSequence]:
             last[response.key[:3]] = len(sequences)
             sequences.append(sequence)
     return sequences
-
-
-def _extends(later: TrainingSequence, earlier: TrainingSequence) -> bool:
-    length = len(earlier.token_ids)
-    return np.array_equal(later.token_ids[:length], earlier.token_ids)
 
 
 def from_conversations(
