@@ -24,7 +24,7 @@ def evaluate(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="How many draft tokens to verify: off, fixed:N, async. Default: the whole block.",
+            help="How many draft tokens to verify, as for generate. Default: the whole block.",
             show_default=False,
         ),
     ] = None,
@@ -104,7 +104,9 @@ def report(result: "Evaluation") -> str:
                 *["-"] * (positions - len(conditional)),
             ]
         )
-    phases = ", ".join(f"{name} {share:.1%}" for name, share in result.phases.items())
+    phases = ", ".join(
+        f"{name.replace('_', ' ')} {share:.1%}" for name, share in result.phases.items()
+    )
     lines = [
         f"target {result.target} ({result.weights or 'own'} weights), "
         f"drafter {result.drafter or 'none'}, policy {result.policy}, "

@@ -73,7 +73,7 @@ def _parse(
         return _parse_fixed(text, value, block_size)
     if not has_confidence:
         raise ConfigError(
-            f"policy {text!r} needs a confidence head, which this draft bundle lacks; "
+            f"policy {text!r} needs a confidence head, which this drafter lacks; "
             f"use fixed:1 to fixed:{block_size}, or off"
         )
     if name == "threshold":
