@@ -259,6 +259,8 @@ def test_bad_construction(target_folder, bundle_folder, tmp_path):
         LLM(str(target_folder), draft=tmp_path / "nowhere", weights="fp32")
     with pytest.raises(ConfigError, match="max_requests is 0; it must be at least 1"):
         LLM(str(target_folder), max_requests=0)
+    with pytest.raises(ConfigError, match="weights is 'q5'; it must be fp32 or"):
+        LLM(str(target_folder), weights="q5")
     with pytest.raises(ConfigError, match="threads is 0"):
         LLM(str(target_folder), threads=0)
     with pytest.raises(ConfigError, match="needs a drafter"):

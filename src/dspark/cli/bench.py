@@ -57,7 +57,7 @@ def bench(
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import rule_value, weights_value
+    from dspark.recipes.values import rule_value
 
     sampling = SamplingParams(
         temperature=temperature,
@@ -70,7 +70,7 @@ def bench(
         target,
         draft=draft or "auto",
         draft_length=draft_length,
-        weights=weights_value(weights),
+        weights=weights,
         device=device,
         threads=threads,
         progress=progress,

@@ -74,7 +74,7 @@ def calibrate(
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import rule_value, weights_value
+    from dspark.recipes.values import rule_value
 
     sampling = SamplingParams(
         temperature=temperature,
@@ -90,7 +90,7 @@ def calibrate(
     llm = LLM(
         target,
         draft=draft or "auto",
-        weights=weights_value(weights),
+        weights=weights,
         threads=threads,
         max_requests=max_requests,
         calibrated=False,

@@ -89,7 +89,7 @@ def chat(
     """Talk with the model; tokens are coloured by how they came about."""
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
-    from dspark.recipes.values import rule_value, weights_value
+    from dspark.recipes.values import rule_value
 
     params = SamplingParams(
         temperature=temperature,
@@ -105,7 +105,7 @@ def chat(
         draft=draft or "auto",
         draft_length=draft_length,
         policy=policy,
-        weights=weights_value(weights),
+        weights=weights,
         device=device,
         threads=threads,
         progress=Progress(),

@@ -32,14 +32,13 @@ def doctor(
     from dspark.recipes.doctor import diagnose
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
-    from dspark.recipes.values import weights_value
 
     progress = Progress()
     llm = LLM(
         target,
         draft=draft or "auto",
         policy=policy,
-        weights=weights_value(weights),
+        weights=weights,
         threads=threads,
         progress=progress,
     )

@@ -49,7 +49,7 @@ def evaluate(
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import rule_value, weights_value
+    from dspark.recipes.values import rule_value
 
     sampling = SamplingParams(
         temperature=temperature,
@@ -65,7 +65,7 @@ def evaluate(
         target,
         draft=draft or "auto",
         draft_length=draft_length,
-        weights=weights_value(weights),
+        weights=weights,
         device=device,
         threads=threads,
         max_requests=max_requests,

@@ -59,7 +59,7 @@ def generate(
     """Answer one prompt, faster than the model decodes on its own."""
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
-    from dspark.recipes.values import guided_from, rule_value, weights_value
+    from dspark.recipes.values import guided_from, rule_value
 
     params = SamplingParams(
         temperature=temperature,
@@ -85,7 +85,7 @@ def generate(
         draft=draft or "auto",
         draft_length=draft_length,
         policy=policy,
-        weights=weights_value(weights),
+        weights=weights,
         device=device,
         threads=threads,
         progress=progress,

@@ -58,7 +58,7 @@ def profile(
     from dspark.recipes.profile import ProfileConfig, check_file, check_plots, draw, export
     from dspark.recipes.profile import profile as run
     from dspark.recipes.progress import Progress
-    from dspark.recipes.values import format_value, weights_value
+    from dspark.recipes.values import format_value
 
     config = ProfileConfig(
         max_requests=max_requests,
@@ -78,7 +78,7 @@ def profile(
         draft=draft or "auto",
         draft_length=draft_length,
         policy="off",
-        weights=weights_value(weights),
+        weights=weights,
         threads=threads,
         progress=progress,
     )

@@ -122,7 +122,6 @@ def serve(
     from dspark.recipes.progress import Progress
     from dspark.recipes.serve import EngineConfig, ServerConfig, require_serve_extra
     from dspark.recipes.serve import serve as run
-    from dspark.recipes.values import weights_value
 
     require_serve_extra()
     settings = ServerConfig(
@@ -155,7 +154,7 @@ def serve(
         draft_length=draft_length,
         policy=policy,
         recalibrate=recalibrate,
-        weights=weights_value(weights),
+        weights=weights,
         device=device,
         threads=threads,
         progress=progress,

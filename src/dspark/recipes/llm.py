@@ -11,14 +11,13 @@ from dspark.core.errors import ConfigError, PromptError
 from dspark.core.sampling import SamplingParams
 from dspark.data.template import encode_messages, encode_prompt, template_hash
 from dspark.drafters.lookup import PromptLookup
-from dspark.nn.linear import WeightKind
 from dspark.nn.seams import Drafter
 from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle
 from dspark.recipes.calibration import serving_calibration
 from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
 from dspark.recipes.generation import Generation, RequestOutput
 from dspark.recipes.progress import Progress
-from dspark.recipes.values import set_threads
+from dspark.recipes.values import set_threads, weights_value
 from dspark.scheduling.cost_model import CostModel
 from dspark.scheduling.parse import needs_cost, parse_policy
 from dspark.scheduling.policies import Policy
@@ -63,7 +62,7 @@ class LLM:
         draft: str | Path | None = "auto",
         policy: str | None = None,
         draft_length: int | None = None,
-        weights: WeightKind | None = None,
+        weights: str | None = None,
         device: str = "cpu",
         threads: int | None = None,
         max_requests: int = 32,
@@ -74,7 +73,8 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         set_threads(threads)
-        check_device(device, weights)
+        kind = weights_value(weights)
+        check_device(device, kind)
         if max_requests < 1:
             raise ConfigError(f"max_requests is {max_requests}; it must be at least 1")
         progress = progress or Progress(quiet=True)
@@ -95,7 +95,7 @@ class LLM:
         self.bundle_folder: Path | None = None if bundle is None else bundle.path
         self.loaded: LoadedTarget = load_target(
             target,
-            weights=weights,
+            weights=kind,
             device=device,
             template_hash=template_hash,
             trust_remote_code=trust_remote_code,

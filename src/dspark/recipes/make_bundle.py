@@ -48,7 +48,7 @@ class BundleRun:
     command: str
     """For the card: how this run was started."""
     prompts: Sequence[Path] = ()
-    """None: the target writes its own."""
+    """Empty: the target writes its own."""
     output: Path | None = None
     """Folder of the bundle; None: <target>-<drafter> where the command runs."""
     run: Path | None = None
@@ -155,6 +155,7 @@ def _train(
     given = _given(run, loaded, prompts, progress) if run.given_answers else None
     plan = None
     if ranks.is_first and (run.plan_only or not (folder / "state.safetensors").exists()):
+        progress.say("plan: measuring a few steps of each stage ...")
         plan = _plan(run, loaded, model, prompts, given)
         for line in plan.lines():
             progress.say(line)
