@@ -56,7 +56,7 @@ def generate(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Answer one prompt, faster than the model decodes on its own."""
+    """Answer one prompt: drafted ahead, verified by the model, with its own distribution."""
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.values import guided_from, rule_value
