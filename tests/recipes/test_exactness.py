@@ -83,3 +83,5 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "KV memory" in document["kv_memory"] and len(exactness["ways"]) == 6
     verdict = "holds" if exactness["holds"] else "DOES NOT HOLD"
     assert f"same seed, same tokens: {verdict} on this machine" in out
+    idle = [way["name"] for way in exactness["ways"] if not way["exercised"]]
+    assert ("not exercised" in out) == bool(idle)

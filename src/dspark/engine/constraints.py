@@ -75,7 +75,7 @@ def target_logits(
 
     A row of a decoding request stands behind the draft tokens that it has admitted before it.
     """
-    # One pass: a row's sum is finite where all of it is. (Logits whose sum overflows are no logits.)
+    # One pass: a row's sum is finite where all of it is. Logits whose sum overflows are no logits.
     finite_M = torch.isfinite(logits_MV.sum(-1))
     if not finite_M.all():
         owner_M = torch.tensor(batch.row_params, device=logits_MV.device)

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
@@ -86,7 +86,7 @@ async def answer_invalid(_request: Request, error: Exception) -> Response:
     lines = [_problem(problem) for problem in problems[:_MOST_NAMED]]
     if len(problems) > _MOST_NAMED:
         lines.append(f"and {len(problems) - _MOST_NAMED} more")
-    first = bad_request("; ".join(lines), _field(problems[0]["loc"]) or None)
+    first = bad_request("; ".join(lines), _field(problems[0]) or None)
     return json_response(first.to_json(), 400)
 
 
@@ -97,16 +97,19 @@ async def answer_http(_request: Request, error: Exception) -> Response:
 
 
 def http_answer(error: HTTPException) -> Response:
-    known = ApiError(error.status_code, str(error.detail))
+    message = "there is no such path here" if error.status_code == 404 else str(error.detail)
+    known = ApiError(error.status_code, message)
     return json_response(known.to_json(), known.status, error.headers)
 
 
-def _field(location: Iterable[Any]) -> str:
-    return ".".join(str(part) for part in location if part != "body")[:200]
+def _field(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "json_invalid":  # its place is a character of the body
+        return ""
+    return ".".join(str(part) for part in problem["loc"] if part != "body")[:200]
 
 
 def _problem(problem: Mapping[str, Any]) -> str:
-    field = _field(problem["loc"])
+    field = _field(problem)
     if problem["type"] == "extra_forbidden":
         return f"{field}: this field is not known here; remove it"
     if problem["type"] == "json_invalid":
