@@ -62,6 +62,27 @@ def test_a_look_at_conversations(
     assert counts["texts"] == 2 and counts["bad_lines"] == 2 and counts["repeated_prompts"] == 1
 
 
+def test_a_look_changes_no_file(
+    tmp_path: Path, talker_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last line may be half written: by a process that was killed, or by one that writes."""
+    target, prompts = ["--target", str(talker_folder)], tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "Hello!"}\n{"prompt": "Bye!"}\n')
+    file = tmp_path / "responses.jsonl"
+    answer = ["--prompts", str(prompts), "--output", str(file), "--max-new-tokens", "4"]
+    assert dspark("data", "regenerate", *target, *answer, "--temperature", "1") == 0
+    torn = file.read_bytes()[:-9]
+    file.write_bytes(torn)
+    capsys.readouterr()
+    assert dspark("data", "inspect", str(file), *target, "--samples", "0") == 0
+    assert "p: 1 texts" in capsys.readouterr().out
+    assert file.read_bytes() == torn
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"format": "dspark-responses/1", "x\n')
+    assert dspark("data", "inspect", str(broken), *target) == 0
+    assert "1 bad lines: 1 not JSON" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -70,11 +91,24 @@ def test_a_look_at_conversations(
         (["regenerate", "--endpoint-model", "m"], "give --endpoint URL"),
         (["regenerate", "--endpoint", "localhost:1"], "http://"),
         (["synthesize", "--output", "x.jsonl", "--count", "0"], "count is 0"),
+        (["regenerate", "--prompts", ".", "--turns", "0"], "turns is 0"),
+        (["regenerate", "--prompts", ".", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["regenerate", "--prompts", ".", "--max-prompt-tokens", "-5"], "max_prompt_tokens is -5"),
+        (["regenerate", "--prompts", ".", "--temperature", "-1"], "temperature is -1"),
+        (["synthesize", "--output", "."], "Is a directory; give another path"),
         (["inspect", "nowhere"], "nowhere"),
+        (["inspect", "nowhere", "--seed", "-1"], "seed is -1"),
     ],
 )
 def test_bad_input(
-    args: list[str], message: str, talker_folder: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str],
+    message: str,
+    talker_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     assert dspark("data", *args, "--target", str(talker_folder)) == 2
     assert message in capsys.readouterr().err

@@ -167,6 +167,33 @@ def test_a_step_that_fails_loses_nothing_written_before(monkeypatch):
     assert own.idle
 
 
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_step_that_fails_after_its_tokens_loses_none(pipeline, monkeypatch):
+    """Or whoever ended in it would never hear of it."""
+    own = engine(("untrained", BLOCK), pipeline=pipeline)
+    short = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)
+    ended, other = own.add(PROMPTS[2], short), own.add(PROMPTS[4], GREEDY)
+    publish = own._publish
+
+    def fails(batch):
+        publish(batch)
+        if len(own.running) == 1:
+            raise MemoryError("no memory")
+
+    monkeypatch.setattr(own, "_publish", fails)
+    events = []
+    with pytest.raises(MemoryError):
+        while not own.idle:
+            events += own.step()
+    events = by_request([*events, *own.fail_running(MemoryError("no memory"))])
+    assert tokens_of(events[ended]) == plain_greedy()[2][:3]
+    assert [event.finished for event in events[ended]][-1] == "length"
+    got = tokens_of(events[other])
+    assert len(got) >= 3 and got == plain_greedy()[4][: len(got)]
+    assert events[other][-1].finished == "error"
+    assert own.idle
+
+
 class TestService:
     def test_events_come_from_the_writing_thread(self):
         with EngineService(engine(("untrained", BLOCK), pipeline=True)) as service:

@@ -178,6 +178,7 @@ def test_what_fails_is_counted_and_asked_again(talker: LoadedTarget, tmp_path: P
         ((404, {}, b"no"), "the URL ends before /chat/completions"),
         ((200, {}, b"hello"), "not JSON .* 0 responses written"),
         ((200, {}, b"[1]"), "holds no choice"),
+        (said("half a pair: \ud800"), "no valid Unicode"),
     ],
 )
 def test_a_server_that_is_no_use(
@@ -214,6 +215,12 @@ def test_bad_settings() -> None:
         ({"url": "localhost:8000"}, "http://"),
         ({"url": "http://x", "tries": 0}, "tries is 0"),
         ({"url": "http://x", "timeout": 0.0}, "timeout is 0"),
+        ({"url": "http://x", "timeout": float("inf")}, "timeout is inf; .* at most 86400"),
+        ({"url": "http://"}, "must be http://HOST"),
+        ({"url": "http://a b/v1"}, "must be http://HOST"),
+        ({"url": "http://[::1/v1"}, "it is no URL"),
+        ({"url": "http://x:port/v1"}, "it is no URL"),
+        ({"url": "http://x", "api_key": "key\n"}, "the API key must be printable ASCII"),
     ):
         with pytest.raises(ConfigError, match=message):
             EndpointConfig(**settings)  # type: ignore[arg-type]

@@ -44,6 +44,9 @@ def test_synthesis_goes_on_where_it_stopped(talker: LoadedTarget, tmp_path: Path
     other.write_text('{"prompt": "my own"}\n')
     with pytest.raises(DataError, match="line 1: not a synthesised prompt"):
         synthesize(talker, other, _small(2), QUIET)
+    other.write_text('{"prompt": 5, "target": "talker", "seed": 0, "try": 0}\n')
+    with pytest.raises(DataError, match="line 1: not a synthesised prompt"):
+        synthesize(talker, other, _small(2), QUIET)
 
 
 def test_a_target_that_writes_nothing_usable(talker: LoadedTarget, tmp_path: Path) -> None:

@@ -65,8 +65,10 @@ def test_devices_that_cannot_serve(target_folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="device 'cuda' is not here"):
         LLM(str(target_folder), draft=None, device="cuda")
-    with pytest.raises(ConfigError, match="device 'mps' is not supported; use cpu or cuda"):
-        LLM(str(target_folder), draft=None, device="mps")
+    for device in ("mps", "cpu:0", "cuda:x", "cuda:"):
+        message = f"device '{device}' is not supported; use cpu or cuda"
+        with pytest.raises(ConfigError, match=message):
+            LLM(str(target_folder), draft=None, device=device)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="weights 'int8' are for a CPU; on cuda use bf16 or fp32"):
         LLM(str(target_folder), draft=None, device="cuda", weights="int8")
@@ -228,10 +230,17 @@ def test_a_draft_length(target_folder, bundle_folder, plain):
     assert short.drafter.block_size == 2 and short.policy.name == "fixed:2"
     for output, other in zip(short.generate(PROMPTS, GREEDY), greedy, strict=True):
         assert output.token_ids == other.token_ids
+    options = {"draft": bundle_folder, "weights": "fp32", "recalibrate": True}
+    long = LLM(str(target_folder), draft_length=99, **options)  # a whole block is all there is
+    assert [output.token_ids for output in long.generate(PROMPTS, GREEDY)] == [
+        output.token_ids for output in greedy
+    ]
     with pytest.raises(ConfigError, match="more than the drafter's block of 2"):
         short.resolve_policy("fixed:3")
     with pytest.raises(ConfigError, match="draft_length is 0; it must be at least 1"):
         LLM(str(target_folder), draft=bundle_folder, draft_length=0)
+    with pytest.raises(ConfigError, match="draft_length is for a drafter"):
+        LLM(str(target_folder), draft=None, draft_length=2)
 
 
 def test_a_fixed_length_drafts_no_more(llm, plain, monkeypatch):

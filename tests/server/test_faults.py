@@ -1,5 +1,6 @@
 """Clients that leave, stall or never finish asking; a process that is killed; a full disk."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -35,6 +36,23 @@ def read_all(connection):
     except ConnectionResetError:
         pass
     return b"".join(parts)
+
+
+def test_a_bug_in_one_of_many_answers_is_raised():
+    """Or the request would wait for its events for ever."""
+
+    class Broken:
+        async def events(self):
+            raise ZeroDivisionError
+            yield
+
+    async def read():
+        async with asyncio.timeout(10):
+            async for _ in streaming.merged([Broken(), Broken()]):
+                pass
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(read())
 
 
 def test_a_client_that_resets_its_connection(make_server, monkeypatch, caplog):

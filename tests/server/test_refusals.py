@@ -26,6 +26,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
         ({"max_tokens": "many"}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 1000}, "n"),
+        ({"n": 17}, "17 choices in all; at most 16 here"),
         ({"stop": [""]}, "stop"),
         ({"verification": "hope"}, "verification"),
         ({"speculation": "often"}, "speculation"),

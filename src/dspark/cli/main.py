@@ -42,6 +42,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "doctor": doctor,
 }
 """Command name -> function, or the commands of a group."""
+_WRONG_PATH = (
+    FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError,
+)  # fmt: skip
 _GROUPS = {"data": "Training data: the target's prompts and answers, and a look at them."}
 
 
@@ -101,6 +104,9 @@ def run(app: typer.Typer, args: Sequence[str]) -> NoReturn:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, _WRONG_PATH) and error.filename is not None:
+            print_error(f"{error.filename}: {error.strerror}; give another path")
+            sys.exit(2)
         hint = "" if debug else " (--debug shows where)"
         print_error(f"{type(error).__name__}: {error}{hint}")
         sys.exit(1)

@@ -4,6 +4,7 @@ import http.client
 import json
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ _T = TypeVar("_T")
 
 _LONGEST_WAIT = 30.0
 """Seconds between two tries."""
+_DAY = 86400
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Status codes that the same request may not meet again."""
 _HOPELESS = frozenset({401, 403, 404, 405})
@@ -56,12 +58,26 @@ class EndpointConfig:
             raise ConfigError(
                 f"the endpoint is {self.url!r}; it must begin with http:// or https://"
             )
+        try:
+            parts = urllib.parse.urlsplit(self.url)
+            named = parts.hostname and parts.port != 0  # the port is read here, and may be none
+        except ValueError as error:
+            raise ConfigError(f"the endpoint is {self.url!r}; it is no URL ({error})") from None
+        if not named or not self.url.isascii() or any(c.isspace() for c in self.url):
+            raise ConfigError(f"the endpoint is {self.url!r}; it must be http://HOST[:PORT]/PATH")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError(
+                "the API key must be printable ASCII; it has a line break or another character"
+            )
         for name in ("concurrency", "tries"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("timeout", "first_wait"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+            value = getattr(self, name)
+            if not 0 < value <= _DAY:  # sockets take no infinity
+                raise ConfigError(
+                    f"{name} is {value}; it must be above 0 and at most {_DAY} seconds"
+                )
 
 
 class Endpoint:
@@ -132,7 +148,7 @@ class Endpoint:
             raise self._refused(path, error) from None
         except TimeoutError:
             raise self._silent() from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # where it redirects to
             reason = getattr(error, "reason", None) or error
             if isinstance(reason, TimeoutError):
                 raise self._silent() from None
@@ -165,7 +181,7 @@ class Endpoint:
             f"HTTP {error.code}",
             f"{self.url}{path} answers HTTP {error.code}: {said}{hint}",
             passing=error.code in _PASSING,
-            wait=float(after) if after.isdigit() else None,
+            wait=float(after) if after.isascii() and after.isdigit() else None,
         )
 
 
@@ -193,4 +209,10 @@ def _reply(document: Any) -> Reply:
         raise EndpointError(f"ended by {reason}", f"the answer ended by {reason}", passing=False)
     if not isinstance(text, str) or not text.strip():
         raise EndpointError("empty answer", "the answer is empty", passing=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise EndpointError(
+            "broken text", "the answer is no valid Unicode", passing=False
+        ) from None
     return Reply(text, ended=reason == "stop")

@@ -32,11 +32,13 @@ def append_lines(path: Path, lines: Sequence[str], *, before: str) -> None:
         ) from error
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """Its lines; a torn last one, which a process killed in the middle of a write leaves, is cut
-    off."""
+def whole_lines(path: Path, *, cut: bool = True) -> list[bytes]:
+    """Its lines without a torn last one, which a process killed in the middle of a write leaves.
+
+    cut: the file loses it, too. Not for who only reads: another process may be writing it now.
+    """
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
+    if cut and len(whole) < len(data):
         os.truncate(path, len(whole))
     return whole.split(b"\n")[:-1]

@@ -73,10 +73,14 @@ class ResponseFile:
         template_hash: str | None,
         vocab_size: int,
         thinking: bool | None = None,
+        read_only: bool = False,
     ) -> None:
         """Opens or creates `path`. DataError if another target, template or vocabulary wrote it, or
-        the same one with another choice of `thinking`."""
+        the same one with another choice of `thinking`.
+
+        read_only: the file is not touched, and another process may be writing it."""
         self.path = Path(path)
+        self.read_only = read_only
         self.header = {
             "format": FORMAT, "target": target, "template": template_hash, "vocab_size": vocab_size,
             "thinking": thinking,
@@ -85,7 +89,7 @@ class ResponseFile:
         self._by_key: dict[ResponseKey, Response] = {}
         if self.path.exists():
             self._load()
-        if not self.path.exists() or self.path.stat().st_size == 0:
+        if not read_only and (not self.path.exists() or self.path.stat().st_size == 0):
             self._write([json.dumps(self.header)])
 
     @property
@@ -113,10 +117,11 @@ class ResponseFile:
         return len(fresh)
 
     def _write(self, lines: list[str]) -> None:
+        assert not self.read_only
         append_lines(self.path, lines, before=f"{len(self)} responses")
 
     def _load(self) -> None:
-        for number, line in enumerate(whole_lines(self.path), start=1):
+        for number, line in enumerate(whole_lines(self.path, cut=not self.read_only), start=1):
             where = f"{self.path}, line {number}"
             try:
                 record = json.loads(line)

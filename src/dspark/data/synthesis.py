@@ -122,6 +122,8 @@ class SynthesisFile:
             record = json.loads(line)
             turn, number = record["prompt"], int(record["try"])
             origin = record["target"], record["seed"]
+            if not isinstance(turn, str) or number < 0:
+                raise ValueError(turn)
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{where}: not a synthesised prompt; give another file") from None
         if origin != (self.target, self.seed):

@@ -244,15 +244,15 @@ class Engine:
         verified = verify_step(batch, draft, output)
         seconds["sample"] = -started + (started := clock())
 
-        events = self.writing.collect()
+        self.writing.settle()
         unwritten, rounds = self._commit.step(batch, view, drafted, draft, verified, output)
-        events += self.writing.put(unwritten)
+        self.writing.put(unwritten)
         if self._drafting is not None:
             self._drafting.extend(batch, verified, output)
         self._publish(batch)
         seconds["commit"] = clock() - started
         self._record(batch, rounds, seconds, snapshot)
-        return events
+        return self.writing.take()
 
     # -- bookkeeping ------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def serving_calibration(
         )
     else:
         say(f"calibration: {'; '.join(str(condition) for condition in table.entries)}")
-    length = draft_length or bundle.config.block_size
+    length = min(draft_length or bundle.config.block_size, bundle.config.block_size)
     whole = {} if table is None else table.temperatures
     temperatures = {condition: values[:length] for condition, values in whole.items()}
     if recalibrate:

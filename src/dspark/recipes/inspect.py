@@ -1,7 +1,6 @@
 """`dspark data inspect`: what is in files of prompts, conversations or responses."""
 
 import itertools
-import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from dspark.core.errors import ConfigError, DataError, PromptError
 from dspark.data.masks import mask_conversation
 from dspark.data.packing import TrainingSequence
 from dspark.data.prompts import Prompt, count_kinds, scan_prompts
-from dspark.data.records import find_files
+from dspark.data.records import find_files, read_records
 from dspark.data.responses import FORMAT, ResponseFile
 from dspark.data.synthesis import likeness
 from dspark.data.template import encode_messages, template_hash
@@ -69,12 +68,15 @@ def inspect_data(
     """
     if samples < 0:
         raise ConfigError(f"samples is {samples}; it must be at least 0")
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}; it must be at least 0")
     tokenizer, name, vocab_size = read_tokenizer(target, say=progress.say)
     texts: list[_Text] = []
     bad: list[DataError] = []
     for file in find_files(paths):
-        if file.is_file() and _is_responses(file):
-            texts += _responses(file, tokenizer, name, vocab_size, progress)
+        header = _response_header(file)
+        if header is not None:
+            texts += _responses(file, header, tokenizer, name, vocab_size, progress)
             continue
         prompts, wrong = scan_prompts(file)
         bad += wrong
@@ -93,19 +95,25 @@ def inspect_data(
     )
 
 
-def _is_responses(file: Path) -> bool:
-    with file.open("rb") as lines:
-        return FORMAT.encode() in lines.readline()
+def _response_header(file: Path) -> dict[str, Any] | None:
+    """Its first line, if that is a response file's."""
+    if file.is_dir() or file.suffix == ".parquet":
+        return None
+    _, first = next(read_records(file), (0, None))
+    return first if isinstance(first, dict) and first.get("format") == FORMAT else None
 
 
 def _responses(
-    file: Path, tokenizer: Any, name: str, vocab_size: int, progress: Progress
+    file: Path,
+    header: dict[str, Any],
+    tokenizer: Any,
+    name: str,
+    vocab_size: int,
+    progress: Progress,
 ) -> list[_Text]:
-    with file.open("rb") as lines:
-        thinking = json.loads(lines.readline()).get("thinking")
     responses = ResponseFile(
         file, target=name, template_hash=template_hash(tokenizer), vocab_size=vocab_size,
-        thinking=thinking,
+        thinking=header.get("thinking"), read_only=True,
     )  # fmt: skip
     questions: dict[bytes, str] = {}  # decoding takes longest, and samples share their prompt
     texts = []

@@ -84,6 +84,8 @@ class LLM:
         bundle = None if draft is None or draft == LOOKUP else read_bundle(Path(draft))
         if draft_length is not None and draft_length < 1:
             raise ConfigError(f"draft_length is {draft_length}; it must be at least 1, or None")
+        if draft_length is not None and draft is None:
+            raise ConfigError("draft_length is for a drafter; give one with draft, or leave it out")
         self.calibration: Calibration = Uncalibrated()
         if bundle is not None and calibrated:
             self.calibration = serving_calibration(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dspark.core.errors import ConfigError
 from dspark.core.records import FinishReason
 from dspark.core.sampling import SamplingParams
 from dspark.data.dialogues import Question, open_questions
@@ -32,6 +33,14 @@ class RegenerateConfig:
     max_requests: int = 64
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("turns", "max_prompt_tokens", "max_new_tokens", "max_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # ConfigError for one outside its range
+
 
 def regenerate(
     loaded: LoadedTarget,
@@ -48,7 +57,13 @@ def regenerate(
     Each response's seed is derived from (config.seed, file, line, sample). So a response does not
     depend on its batch or on earlier runs, but for the rounding of the target's forward.
     """
-    longest = min(config.max_prompt_tokens, loaded.target.max_context - config.max_new_tokens)
+    context = loaded.target.max_context
+    longest = min(config.max_prompt_tokens, context - config.max_new_tokens)
+    if longest < 1:
+        raise ConfigError(
+            f"max_new_tokens is {config.max_new_tokens}, and the target's context of {context} "
+            f"tokens has to hold a prompt as well; ask for fewer"
+        )
     engine = answering_engine(loaded, config.max_requests, page_size)
     jobs: dict[int, tuple[Question, SamplingParams, list[int]]] = {}
     too_long = 0

@@ -23,6 +23,12 @@ def check_model(serving: Serving, model: str | None) -> None:
         )
 
 
+def check_choices(serving: Serving, choices: int) -> None:
+    most = serving.config.max_choices
+    if choices > most:
+        raise bad_request(f"n: {choices} choices in all; at most {most} here", "n")
+
+
 def sampling_params(
     body: GenerationBody, *, max_tokens: int, logprobs: int | None, scored: bool = False
 ) -> SamplingParams:

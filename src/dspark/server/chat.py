@@ -13,7 +13,7 @@ from dspark.core.sampling import SamplingParams
 from dspark.engine.request import TokenEvent
 from dspark.server.answer import Answer, ask
 from dspark.server.answer_schemas import ChatCompletion
-from dspark.server.asking import check_model, sampling_params
+from dspark.server.asking import check_choices, check_model, sampling_params
 from dspark.server.description import streamable
 from dspark.server.errors import bad_request, json_response, unsupported
 from dspark.server.logprobs import chat_logprobs
@@ -31,6 +31,7 @@ router = APIRouter()
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     check_model(serving, body.model)
+    check_choices(serving, body.n)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs")
     if body.stream_options is not None and not body.stream:

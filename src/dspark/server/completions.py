@@ -12,7 +12,7 @@ from dspark.core.records import TokenLogprob
 from dspark.engine.request import TokenEvent
 from dspark.server.answer import Answer, ask
 from dspark.server.answer_schemas import Completion
-from dspark.server.asking import check_model, encode_text, sampling_params
+from dspark.server.asking import check_choices, check_model, encode_text, sampling_params
 from dspark.server.description import streamable
 from dspark.server.errors import bad_request, json_response
 from dspark.server.logprobs import CompletionLogprobs
@@ -72,10 +72,7 @@ def _check(serving: Serving, body: CompletionBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: needs stream to be true", "stream_options")
     many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
-    choices = body.n * (len(body.prompt) if many else 1)
-    most = serving.config.max_choices
-    if choices > most:
-        raise bad_request(f"n: {choices} choices in all; at most {most} here", "n")
+    check_choices(serving, body.n * (len(body.prompt) if many else 1))
 
 
 def _encode(serving: Serving, body: CompletionBody) -> list[list[int]]:

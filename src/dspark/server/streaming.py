@@ -92,7 +92,7 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Any, Any
             async for event, details in answers[index].events():
                 queue.put_nowait((index, event, details))
             queue.put_nowait(None)
-        except ApiError as error:
+        except Exception as error:  # anything else is a bug, and must not leave the reader waiting
             queue.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(index)) for index in range(len(answers))]

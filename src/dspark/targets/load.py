@@ -84,10 +84,10 @@ def load_target(
 
 def check_device(device: str, weights: WeightKind | None = None) -> None:
     """Raises ConfigError for a device that is not there, or kinds of weights that it has not."""
-    kind = device.partition(":")[0]
-    if kind == "cpu":
+    if device == "cpu":
         return
-    if kind != "cuda":
+    kind, colon, index = device.partition(":")
+    if kind != "cuda" or (colon and not (index.isascii() and index.isdigit())):
         raise ConfigError(f"device {device!r} is not supported; use cpu or cuda")
     if not torch.cuda.is_available():
         raise ConfigError(
