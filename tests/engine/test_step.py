@@ -112,6 +112,22 @@ def test_the_alarm_leaves_out_rounds_that_a_text_ended():
     assert "accepted length is 1.000" in (alarm.observe(step(ended=False)) or "")
 
 
+def test_the_alarm_counts_what_was_accepted_in_a_last_round():
+    """Or a drafter that is right nine times in ten would be found out by its tenth rounds."""
+
+    def one(accepted):
+        return RoundRecord(
+            request=0, round=1, proposed=1, admitted=1, accepted=accepted, emitted=accepted + 1,
+            ended=bool(accepted),
+        )  # fmt: skip
+
+    alarm = AcceptanceAlarm()
+    for _ in range(ROUNDS):
+        rounds = (*[one(1)] * 9, one(0))
+        step = StepRecord(step=0, batch_tokens=1, prefill_tokens=0, rounds=rounds)
+        assert alarm.observe(step) is None
+
+
 def test_choices_of_one_seed_are_other_texts():
     engine = engine_of(("random", BLOCK))
     for choice in range(3):

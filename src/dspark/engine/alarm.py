@@ -22,7 +22,10 @@ class AcceptanceAlarm:
 
     def observe(self, record: StepRecord) -> str | None:
         """The warning, the first time that one is due."""
-        self._emitted.extend(r.accepted + 1 for r in record.rounds if r.admitted and not r.ended)
+        # A text may end where nothing fits. But what was accepted counts in its last round, too: of
+        # short texts under short drafts, all but the rejected rounds are the last ones.
+        judged = (r for r in record.rounds if r.admitted and (r.accepted or not r.ended))
+        self._emitted.extend(r.accepted + 1 for r in judged)
         if self._rung or len(self._emitted) < ROUNDS:
             return None
         accepted_length = sum(self._emitted) / ROUNDS
