@@ -80,7 +80,7 @@ def test_a_look_changes_no_file(
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"format": "dspark-responses/1", "x\n')
     assert dspark("data", "inspect", str(broken), *target) == 0
-    assert "1 bad lines: 1 not JSON" in capsys.readouterr().out
+    assert "1 bad line: 1 not JSON" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
