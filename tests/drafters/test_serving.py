@@ -89,6 +89,11 @@ def test_a_shortened_block_is_that_of_a_model_with_blocks_as_short() -> None:
     torch.testing.assert_close(got[0], trained_hidden(short, 5, features(CONFIG, 9)), **CLOSE)
     block = draft(served, [5], [9], [table], sampled(1.0))
     assert block.tokens_RK.shape == (1, K) and block.probs_RKC.shape == (1, K, 8)
+    own = Served.of(DSparkDrafter(short, BINDING, candidates=8))
+    other = draft(own, [5], [9], [own.admit(features(CONFIG, 9))], sampled(1.0))
+    assert torch.equal(block.candidates_RKC, other.candidates_RKC)
+    torch.testing.assert_close(block.probs_RKC, other.probs_RKC)
+    assert torch.equal(block.tokens_RK, other.tokens_RK)
     assert whole.block_size == CONFIG.block_size
     assert whole.shortened(99).block_size == CONFIG.block_size
 
