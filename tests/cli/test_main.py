@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -140,19 +139,14 @@ def test_shared_options_have_the_documented_names() -> None:
 
 
 @pytest.mark.parametrize("name", [None, *COMMANDS])
-def test_help_is_quick_and_needs_no_torch(name: str | None) -> None:
+def test_help_needs_no_torch(name: str | None) -> None:
     args = [name] if name else []
     script = (
         "import sys; from dspark.cli import main as cli\n"
         f"try: cli.run(cli.build_app(cli.COMMANDS), {[*args, '--help']!r})\n"
         "finally: print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    seconds = []
-    for _ in range(2):  # the first start compiles bytecode
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        seconds.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == "False False"
-    # A second of processor time is the promise; the wall clock of a loaded machine gets some slack.
-    assert min(seconds) < 3.0
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # Those two take seconds to import; the rest is quick.
+    assert done.stdout.splitlines()[-1] == "False False"
