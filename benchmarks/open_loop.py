@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ class Load:
     texts: dict[tuple[int, int], str] = field(default_factory=dict)
     """(prompt, seed) -> the text it gave the first time."""
 
-    async def ask(self, prompt: int, seed: int) -> None:
+    async def ask(self, prompt: int, seed: int) -> Result:
         started = time.perf_counter()
         try:
             result = await self._ask(prompt, seed, started)
@@ -69,6 +70,7 @@ class Load:
             result = Result(0, 0.0, problem=f"{type(error).__name__}: {error}")
         result.seconds = time.perf_counter() - started
         self.results.append(result)
+        return result
 
     async def _ask(self, prompt: int, seed: int, started: float) -> Result:
         parts = urlsplit(self.url)
@@ -138,13 +140,15 @@ def memory_mib(pid: int | None) -> float | None:
 
 
 async def capacity(load: Load, concurrency: int, seconds: float) -> float:
-    """Requests a second with `concurrency` in flight."""
+    """Requests a second with `concurrency` in flight; every one must be answered."""
     end, done = time.perf_counter() + seconds, 0
 
     async def worker(number: int) -> None:
         nonlocal done
         while time.perf_counter() < end:
-            await load.ask(number % len(PROMPTS), done % 50)
+            result = await load.ask(number % len(PROMPTS), done % 50)
+            if result.status != 200 or result.problem:
+                raise SystemExit(f"a request failed ({result.status}): {result.problem or ''}")
             done += 1
 
     started = time.perf_counter()
@@ -203,6 +207,14 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return report(load, await arrivals(load, rate, arguments.seconds, arguments.pid), rate)
 
 
+def ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=5) as answer:
+            return int(answer.status) == 200
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def served(arguments: str) -> Iterator[tuple[str, int]]:
     """Starts `dspark serve`; its address and process id."""
@@ -220,6 +232,8 @@ def served(arguments: str) -> Iterator[tuple[str, int]]:
                 raise SystemExit(f"the server did not start: {''.join(said)}")
             # Its log is read to the end, or it would wait for a reader.
             threading.Thread(target=process.stderr.read, daemon=True).start()
+            while not ready(found[1]) and process.poll() is None:
+                time.sleep(0.1)
             yield found[1], process.pid
         finally:
             process.terminate()
