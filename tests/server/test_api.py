@@ -74,6 +74,14 @@ def test_choices(server):
     assert answer.usage.completion_tokens == 30
 
 
+def test_two_names_of_one_limit(server):
+    agreed = server.chat(max_tokens=3, max_completion_tokens=3, temperature=0)
+    assert agreed.status_code == 200
+    answer = server.chat(max_tokens=3, max_completion_tokens=4, temperature=0)
+    assert answer.status_code == 400
+    assert "max_tokens is 3 and max_completion_tokens" in answer.json()["error"]["message"]
+
+
 def test_completions(server, tiny_llm):
     client = server.client()
     params = SamplingParams(temperature=0, max_new_tokens=9, ignore_eos=True)

@@ -85,6 +85,12 @@ def _params(serving: Serving, body: ChatBody, prompt: list[int]) -> SamplingPara
     limit = body.max_completion_tokens or body.max_tokens
     if body.max_completion_tokens == 0 or body.max_tokens == 0:
         raise bad_request("max_tokens is 0; it must be at least 1", "max_tokens")
+    if None not in (body.max_completion_tokens, body.max_tokens) and limit != body.max_tokens:
+        raise bad_request(
+            f"max_tokens is {body.max_tokens} and max_completion_tokens, its newer name, "
+            f"{body.max_completion_tokens}; give one of them",
+            "max_tokens",
+        )
     if limit is None:
         room = serving.max_context - len(prompt)
         limit = max(1, min(serving.config.default_tokens, room))
