@@ -236,7 +236,9 @@ def test_recalibration_is_off_unless_asked_for_and_probes(folder, result, tmp_pa
     generation = llm.start([[5, 6, 7]] * 3, SamplingParams(max_new_tokens=150, ignore_eos=True))
     generation.run()
     rounds = [record for step in generation.records for record in step.rounds]
-    assert {record.admitted for record in rounds} == {0, 1, BLOCK}
+    lengths = {record.admitted for record in rounds}
+    # 0: a text's last token may have no room for a draft.
+    assert {1, BLOCK} <= lengths <= {0, 1, BLOCK}
     assert 1 <= sum(record.admitted == BLOCK for record in rounds) < 9
     with pytest.raises(ConfigError, match="needs a draft bundle"):
         LLM(target, weights="fp32", recalibrate=True)
