@@ -35,21 +35,27 @@ from dspark.recipes.prompt_sets import Job
 from dspark.targets.embedded import embedded_gguf
 
 
-def llama_cpp_contender(gguf: Path, jobs: Sequence[Job], threads: int) -> Contender:
-    """llama.cpp's own server, inside this process, one slot, no prompt cache."""
+def llama_cpp_server(gguf: Path, *, context: int, slots: int, threads: int) -> Any:
+    """llama.cpp's own server, inside this process: `slots` requests of `context` tokens at once."""
     try:
         import xllamacpp
     except ImportError:
         raise MissingExtraError("xllamacpp", "bench") from None
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf)
-    params.n_ctx = max(len(job.prompt) + job.params.max_new_tokens for job in jobs) + 8
-    params.n_parallel = 1
+    params.n_ctx = context * slots
+    params.n_parallel = slots
     params.cpuparams.n_threads = threads
     params.cpuparams_batch.n_threads = threads
-    params.port = 0  # any free one: it is not used
+    params.port = 0  # any free one
     params.verbosity = -1
-    server = xllamacpp.Server(params)
+    return xllamacpp.Server(params)
+
+
+def llama_cpp_contender(gguf: Path, jobs: Sequence[Job], threads: int) -> Contender:
+    """One slot, no prompt cache."""
+    context = max(len(job.prompt) + job.params.max_new_tokens for job in jobs) + 8
+    server = llama_cpp_server(gguf, context=context, slots=1, threads=threads)
 
     def run(job: Job) -> Timing:
         started = time.perf_counter()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from common import finish, parser, setup
+from open_loop import memory_mib
 
 from dspark.core.errors import DSparkError
 from dspark.core.sampling import SamplingParams
@@ -26,10 +27,11 @@ from dspark.recipes.progress import Progress
 
 def resident_mib() -> float:
     """Of this process."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
+    if not Path("/proc/self/statm").exists():
         raise DSparkError("resident memory is read from /proc, which this system does not have")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    found = memory_mib(os.getpid())
+    assert found is not None
+    return found
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

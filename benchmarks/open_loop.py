@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import shlex
@@ -136,7 +137,7 @@ def memory_mib(pid: int | None) -> float | None:
     if pid is None:
         return None
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * 4096 / 2**20
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 async def capacity(load: Load, concurrency: int, seconds: float) -> float:

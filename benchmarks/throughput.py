@@ -26,8 +26,9 @@ from statistics import median
 from typing import Any
 
 from common import finish, parser, setup
+from llama_cpp import llama_cpp_server
 
-from dspark.core.errors import ConfigError, DSparkError, MissingExtraError
+from dspark.core.errors import ConfigError, DSparkError
 from dspark.recipes.closed_loop import closed_loop
 from dspark.recipes.llm import LLM
 from dspark.recipes.profile import ensure_costs
@@ -51,19 +52,7 @@ def ours(llm: LLM, name: str) -> Contender:
 @contextmanager
 def llama_cpp(gguf: Path, context: int, most: int, threads: int) -> Iterator[Contender]:
     """llama.cpp's server with `most` slots, asked over HTTP."""
-    try:
-        import xllamacpp
-    except ImportError:
-        raise MissingExtraError("xllamacpp", "bench") from None
-    params = xllamacpp.CommonParams()
-    params.model.path = str(gguf)
-    params.n_ctx = context * most
-    params.n_parallel = most
-    params.cpuparams.n_threads = threads
-    params.cpuparams_batch.n_threads = threads
-    params.port = 0
-    params.verbosity = -1
-    server = xllamacpp.Server(params)
+    server = llama_cpp_server(gguf, context=context, slots=most, threads=threads)
 
     def ask(job: Job) -> int:
         body = {

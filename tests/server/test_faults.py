@@ -17,25 +17,10 @@ from dspark.server import logs, streaming
 from dspark.server.run import open_socket
 from tests.server import conftest
 from tests.server.conftest import wait_until
+from tests.server.raw import connect, read_all
 from tests.server.test_operations import LONG, open_stream, start_process, wait_for_url
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
-
-
-def connect(server):
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
-
-
-def read_all(connection):
-    """Until the other side closes."""
-    parts = []
-    try:
-        while part := connection.recv(65536):
-            parts.append(part)
-    except ConnectionResetError:
-        pass
-    return b"".join(parts)
 
 
 def test_a_bug_in_one_of_many_answers_is_raised():

@@ -1,28 +1,21 @@
 """What someone may send who means harm."""
 
 import json
-import socket
 import threading
 
 import pytest
 
 from tests.server.conftest import wait_until
+from tests.server.raw import connect, read_all
 
 USER = [{"role": "user", "content": "Hello"}]
 
 
 def raw(server, request):
     """The whole answer to bytes that no client library would send."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with connect(server) as connection:
         connection.sendall(request)
-        parts = []
-        try:
-            while part := connection.recv(65536):
-                parts.append(part)
-        except ConnectionResetError:
-            pass
-    return b"".join(parts)
+        return read_all(connection)
 
 
 def get(path, *headers):
