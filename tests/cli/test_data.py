@@ -79,8 +79,11 @@ def test_a_look_changes_no_file(
     assert file.read_bytes() == torn
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"format": "dspark-responses/1", "x\n')
-    assert dspark("data", "inspect", str(broken), *target) == 0
-    assert "1 bad line: 1 not JSON" in capsys.readouterr().out
+    assert dspark("data", "inspect", str(broken), *target, "--json") == 2, "no line is good"
+    out, err = capsys.readouterr()
+    assert "1 bad line: 1 not JSON" in out
+    assert json.loads(out.splitlines()[-1])["bad_lines"] == 1
+    assert err.splitlines()[-1].startswith("error: no line of these files can be used")
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,25 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
 
 def test_another_target_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    _open(path)
+    _open(path).append([_response(1)])
     for change in ({"target": "u"}, {"template_hash": None}, {"vocab_size": 4}, {"thinking": True}):
         with pytest.raises(DataError, match="was written with"):
             _open(path, **change)
     path.write_text('{"prompt": "x"}\n')
     with pytest.raises(DataError, match="not a response file"):
         _open(path)
+
+
+def test_a_header_alone_is_nobodys(tmp_path: Path) -> None:
+    """As a run leaves it that failed before its first response."""
+    path = tmp_path / "r.jsonl"
+    _open(path)
+    left = path.read_bytes()
+    assert len(_open(path, target="u", read_only=True)) == 0 and path.read_bytes() == left
+    _open(path, target="u").append([_response(1)])
+    with pytest.raises(DataError, match="was written with target u, not t"):
+        _open(path)
+    assert len(_open(path, target="u")) == 1
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:

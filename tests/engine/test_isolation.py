@@ -1,11 +1,14 @@
 """What goes wrong in one request ends it with an error event; no other notices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dspark.core.errors import DSparkError
 from dspark.core.guided import Guided
 from dspark.core.sampling import SamplingParams
+from dspark.engine import commit
 from dspark.engine.engine import Engine
 from dspark.scheduling.policies import FixedLength
 from tests.engine.setup import BLOCK, GREEDY, PROMPTS, drafter, engine_of, plain_greedy, target
@@ -146,3 +149,53 @@ def test_a_dead_end():
         temperature=0.0, max_new_tokens=14, guided=Guided.regex("x"), banned_token_ids=(7,)
     )
     check(engine, "no token may come next", {WRONG: params})
+
+
+def test_log_probabilities_that_fail(monkeypatch):
+    """What is computed beside the walk is one request's alone, too."""
+    whole = commit.token_logprobs
+
+    def broken(params, *rest):
+        if params.logprobs == 3:
+            raise MemoryError("no room for them")
+        return whole(params, *rest)
+
+    monkeypatch.setattr(commit, "token_logprobs", broken)
+    check(
+        engine_of(("untrained", BLOCK)), "no room", {WRONG: replace(GREEDY, logprobs=3)}, tokens=0
+    )
+
+
+@pytest.mark.parametrize("new", [0, 14])
+def test_a_prompt_that_cannot_be_scored(new, monkeypatch):
+    def broken(state, logits):
+        raise MemoryError("no room for them")
+
+    monkeypatch.setattr(commit, "score_prompt", broken)
+    params = SamplingParams(prompt_logprobs=1, max_new_tokens=new)
+    check(engine_of(chunk_tokens=5), "no room for them", {WRONG: params}, tokens=0)
+
+
+def test_a_step_that_fails_half_way_loses_no_last_event(monkeypatch):
+    """A text that ends has left its place when the next one's turn fails: nobody else would tell
+    its reader."""
+    engine = engine_of()
+    ended = engine.add(PROMPTS[1], replace(GREEDY, max_new_tokens=3), owner="a")
+    other = engine.add(PROMPTS[1], GREEDY, owner="b")
+    charge = engine.places.waiting.charge
+
+    def broken(owner, tokens):
+        if owner == "b" and [s.request.owner for s in engine.running] == ["b"]:
+            raise MemoryError("our own mistake")
+        charge(owner, tokens)
+
+    monkeypatch.setattr(engine.places.waiting, "charge", broken)
+    events = []
+    with pytest.raises(MemoryError) as caught:
+        while not engine.idle:
+            events += engine.step()
+    assert not any(event.finished for event in events)
+    events = engine.fail_running(caught.value)
+    assert [(e.request, e.finished) for e in events] == [(ended, "length"), (other, "error")]
+    assert events[0].tokens == tuple(plain_greedy()[1][2:3])
+    engine.memory.check_integrity([])

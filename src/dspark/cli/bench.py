@@ -24,13 +24,15 @@ def bench(
     ] = None,
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(help="Requests in flight. Repeatable. Default: 1 and 8.", show_default=False),
+        typer.Option(
+            min=1, help="Requests in flight. Repeatable. Default: 1 and 8.", show_default=False
+        ),
     ] = None,
     prompts: options.Prompts = None,
     split: options.Split = None,
     limit: options.Limit = 2,
     rounds: Annotated[
-        int, typer.Option(help="Visits of every policy and concurrency; medians are shown.")
+        int, typer.Option(min=1, help="Visits of every policy and concurrency; medians are shown.")
     ] = 3,
     target: options.Target = None,
     draft: options.Draft = None,
@@ -57,13 +59,15 @@ def bench(
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import rule_value
+    from dspark.recipes.values import policy_value, rule_value
 
     sampling = SamplingParams(
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         verification=rule_value(verification),
     )
+    for name in policy or ():
+        policy_value(name)
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(

@@ -20,7 +20,7 @@ def calibrate(
     prompts: options.Prompts = None,
     split: options.Split = None,
     limit: options.Limit = None,
-    samples: Annotated[int, typer.Option(help="Texts per prompt, each with its own seed.")] = 1,
+    samples: options.Samples = 1,
     target: options.Target = None,
     draft: options.Draft = None,
     verification: Annotated[

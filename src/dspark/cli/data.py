@@ -7,6 +7,7 @@ import typer
 
 from dspark.cli import options
 from dspark.cli.output import Screen, print_note
+from dspark.core.errors import DataError
 
 _TARGET_ANSWERS = "Answer each prompt at this temperature. Repeatable. Default: 1 and 0."
 
@@ -145,3 +146,5 @@ def inspect(
         screen.print(line)
     if json:
         screen.json(report.counts)
+    if report.counts["bad_lines"] and not report.counts["texts"]:
+        raise DataError("no line of these files can be used; the first bad one is named above")

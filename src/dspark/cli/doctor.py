@@ -19,9 +19,9 @@ def doctor(
     weights: options.Weights = None,
     threads: options.Threads = None,
     prompts: Annotated[
-        int, typer.Option(help="Prompts of each domain that are served in every way.")
+        int, typer.Option(min=1, help="Prompts of each domain that are served in every way.")
     ] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 24,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 24,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:

@@ -17,7 +17,7 @@ def evaluate(
     prompts: options.Prompts = None,
     split: options.Split = None,
     limit: options.Limit = None,
-    samples: Annotated[int, typer.Option(help="Texts per prompt, each with its own seed.")] = 1,
+    samples: options.Samples = 1,
     target: options.Target = None,
     draft: options.Draft = None,
     draft_length: options.DraftLength = None,
@@ -49,7 +49,7 @@ def evaluate(
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import rule_value
+    from dspark.recipes.values import policy_value, rule_value
 
     sampling = SamplingParams(
         temperature=temperature,
@@ -59,6 +59,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         verification=rule_value(verification),
     )
+    policy = policy_value(policy)
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(

@@ -23,6 +23,7 @@ from dspark.cli.eval import evaluate
 from dspark.cli.generate import generate
 from dspark.cli.output import print_error, print_note
 from dspark.cli.profile import profile
+from dspark.cli.ranks import is_first_rank, told_by_another
 from dspark.cli.serve import serve
 from dspark.cli.train import train
 from dspark.core.errors import DSparkError
@@ -80,7 +81,7 @@ def _announced(command: Command) -> Command:
 
     @functools.wraps(command)
     def announced(**options: Any) -> None:
-        if "torch" not in sys.modules:
+        if "torch" not in sys.modules and is_first_rank():
             print_note("starting ...")
         command(**options)
 
@@ -97,20 +98,25 @@ def run(app: typer.Typer, args: Sequence[str]) -> NoReturn:
     try:
         app(args=list(args), prog_name="dspark")
     except DSparkError as error:
-        if debug:
-            traceback.print_exc()
-        print_error(str(error))
+        _tell(str(error), debug)
         sys.exit(error.exit_code)
     except Exception as error:
-        if debug:
-            traceback.print_exc()
         if isinstance(error, _WRONG_PATH) and error.filename is not None:
-            print_error(f"{error.filename}: {error.strerror}; give another path")
+            _tell(f"{error.filename}: {error.strerror}; give another path", debug)
             sys.exit(2)
         hint = "" if debug else " (--debug shows where)"
-        print_error(f"{type(error).__name__}: {error}{hint}")
+        _tell(f"{type(error).__name__}: {error}{hint}", debug)
         sys.exit(1)
     raise AssertionError("typer's standalone mode always exits")
+
+
+def _tell(line: str, debug: bool) -> None:
+    """The error that is being handled; once, however many ranks meet it."""
+    if told_by_another(line):
+        return
+    if debug:
+        traceback.print_exc()
+    print_error(line)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,7 +1,8 @@
 """Options that several commands share: one name, one meaning, one help text.
 
-Only the command line's shape is checked here. Values are checked by the classes that own them
-(`SamplingParams`, policies, loaders), so the Python API refuses the same things in the same words.
+Values are checked by the classes that own them (`SamplingParams`, policies, loaders), so the Python
+API refuses the same things in the same words. Ranges stand here only where no such class is made
+before the model is loaded: a number that cannot be is told at once.
 """
 
 from pathlib import Path
@@ -62,8 +63,13 @@ Seed = Annotated[
     ),
 ]
 BaseSeed = Annotated[
-    int, typer.Option(help="Every text's seed is derived from it, the file, line and sample.")
-]
+    int,
+    typer.Option(
+        min=0, max=2**63 - 1,
+        help="Every text's seed is derived from it, the file, line and sample.",
+    ),
+]  # fmt: skip
+Samples = Annotated[int, typer.Option(min=1, help="Texts per prompt, each with its own seed.")]
 TextsAtOnce = Annotated[int, typer.Option("--max-requests", help="Texts generated at once.")]
 Stop = Annotated[
     list[str] | None,

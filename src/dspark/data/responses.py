@@ -8,12 +8,14 @@ A file is jsonl. Its first line says what wrote it; every further line is one re
 where <ids> is base64(zlib(little-endian uint16, or uint32 when the vocabulary needs it)), and later
 turns of a conversation have a "turn", counted from 0. About half a kilobyte a response. A process
 killed in the middle of a write leaves a torn last line: it is dropped when the file is opened
-again. Anything else that is wrong is an error with the file and line.
+again. A file without a response, which a run that failed early leaves, belongs to nobody yet.
+Anything else that is wrong is an error with the file and line.
 """
 
 import base64
 import binascii
 import json
+import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -75,8 +77,8 @@ class ResponseFile:
         thinking: bool | None = None,
         read_only: bool = False,
     ) -> None:
-        """Opens or creates `path`. DataError if another target, template or vocabulary wrote it, or
-        the same one with another choice of `thinking`.
+        """Opens or creates `path`. DataError if it has responses that another target, template or
+        vocabulary wrote, or the same one with another choice of `thinking`.
 
         read_only: the file is not touched, and another process may be writing it."""
         self.path = Path(path)
@@ -121,24 +123,29 @@ class ResponseFile:
         append_lines(self.path, lines, before=f"{len(self)} responses")
 
     def _load(self) -> None:
+        header: dict[str, Any] = {}
         for number, line in enumerate(whole_lines(self.path, cut=not self.read_only), start=1):
             where = f"{self.path}, line {number}"
             try:
                 record = json.loads(line)
+                if number == 2:
+                    self._check_header(header)
                 if number > 1:
                     response = self._decode(record)
             except (ValueError, KeyError, TypeError, binascii.Error, zlib.error) as error:
                 raise DataError(f"{where}: not a response ({error}); delete the line") from None
             if number == 1:
-                self._check_header(record)
+                if not isinstance(record, dict) or record.get("format") != FORMAT:
+                    raise DataError(f"{self.path} is not a response file ({FORMAT})")
+                header = record
             elif response.key in self._by_key:
                 raise DataError(f"{where}: {response.key} is there twice; delete one line")
             else:
                 self._by_key[response.key] = response
+        if not self._by_key and not self.read_only:
+            os.truncate(self.path, 0)  # nobody's yet, whatever its header says
 
-    def _check_header(self, header: Any) -> None:
-        if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise DataError(f"{self.path} is not a response file ({FORMAT})")
+    def _check_header(self, header: dict[str, Any]) -> None:
         for key, ours in self.header.items():
             if header.get(key) != ours:
                 raise DataError(

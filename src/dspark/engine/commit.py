@@ -37,18 +37,21 @@ class Commit:
         draft: DraftBlock | None,
         verified: Verified | None,
         output: TargetOutput,
-    ) -> tuple[list[Unwritten], list[RoundRecord]]:
+        events: list[Unwritten],
+    ) -> list[RoundRecord]:
         """Walks each request's new tokens in order; whatever ends the text ends it there.
 
         `drafted` [R]: which decoding requests have a draft.
+        `events` is added to, so that those before an exception are not lost: who has ended is in no
+        place any more, and would never hear of it.
         """
         for state, count in batch.prefill:
             self.rebuilt += max(0, min(state.cached + count, state.computed) - state.cached)
             state.cached += count
-        events = self._score(batch, output)
+        self._score(batch, output, events)
         rounds: list[RoundRecord] = []
         if verified is None:
-            return events, rounds
+            return rounds
         proposals = draft.tokens_RK.tolist() if draft is not None else []
         lengths = proposed_lengths(draft)
         confidences = confidence_rows(draft)
@@ -57,17 +60,32 @@ class Commit:
         for r, state in enumerate(batch.sampled):
             own, first = state.request, not state.output
             admitted, accepted = batch.admitted[r], accepted_counts[r]
+            proposed = not first and bool(drafted[r])
             run = [*(proposals[r][:accepted] if accepted else []), next_tokens[r]]
             try:
                 walked = walk(state, run, self._eos)
-            except Exception as error:  # a detokeniser's or a grammar's: this request's alone
+                tokens, finished = walked.tokens, walked.finished
+                event = TokenEvent(
+                    own.id,
+                    tokens,
+                    _fates(admitted, accepted)[: len(tokens)],
+                    finished,
+                    choice=own.choice,
+                    texts=walked.texts,
+                    logprobs=token_logprobs(
+                        own.params, output.logits_MV, batch.first_rows[r], tokens
+                    ),
+                    prompt_logprobs=tuple(state.prompt_logprobs) if first else (),
+                    draft_probs=draft_probs(own.params, draft, r, lengths[r], tokens)
+                    if proposed and draft is not None
+                    else (),
+                    stopped_by=walked.stopped_by,
+                )
+            except Exception as error:  # a detokeniser's or a grammar's, say: this request's alone
                 events.append((state, self.fail(state, error)))
                 continue
-            tokens, finished = walked.tokens, walked.finished
-            fates = _fates(admitted, accepted)[: len(tokens)]
             state.emit(tokens)
             self._places.waiting.charge(own.owner, len(tokens))
-            proposed = not first and bool(drafted[r])
             if not first:
                 state.cached += 1 + accepted  # the anchor and the accepted tokens have K/V now
                 rounds.append(
@@ -83,24 +101,10 @@ class Commit:
                         survival=tuple(survivals[r]) if proposed and survivals else (),
                     )
                 )
-            event = TokenEvent(
-                own.id,
-                tokens,
-                fates,
-                finished,
-                choice=own.choice,
-                texts=walked.texts,
-                logprobs=token_logprobs(own.params, output.logits_MV, batch.first_rows[r], tokens),
-                prompt_logprobs=tuple(state.prompt_logprobs) if first else (),
-                draft_probs=draft_probs(own.params, draft, r, lengths[r], tokens)
-                if proposed and draft is not None
-                else (),
-                stopped_by=walked.stopped_by,
-            )
             events.append((state, event))
             if finished is not None:
                 self._places.retire(state)
-        return events, rounds
+        return rounds
 
     def fail(self, state: RequestState, error: Exception) -> TokenEvent:
         """Ends one request with an error; the others go on."""
@@ -108,14 +112,16 @@ class Commit:
         self._places.retire(state)
         return error_event(state.request, error)
 
-    def _score(self, batch: StepBatch, output: TargetOutput) -> list[Unwritten]:
+    def _score(self, batch: StepBatch, output: TargetOutput, events: list[Unwritten]) -> None:
         """Prompts' log-probabilities; ends what has all of them and wants no token."""
-        events: list[Unwritten] = []
         for (state, _), rows in zip(batch.prefill, batch.scored, strict=True):
             own = state.request
             if own.params.prompt_logprobs is None or state.output:
                 continue
-            score_prompt(state, output.logits_MV[rows])
+            try:
+                score_prompt(state, output.logits_MV[rows])
+            except Exception as error:
+                state.error = error
             if state.error is not None and state not in batch.sampled:
                 events.append((state, self.fail(state, state.error)))
             elif own.scores_only and not state.prefilling:
@@ -123,7 +129,6 @@ class Commit:
                 event = TokenEvent(own.id, (), (), "length", own.choice, prompt_logprobs=scores)
                 events.append((state, event))
                 self._places.retire(state)
-        return events
 
 
 def _fates(admitted: int, accepted: int) -> tuple[TokenFate, ...]:

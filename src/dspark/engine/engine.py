@@ -29,7 +29,7 @@ from dspark.engine.request import Request, RequestState, TokenEvent
 from dspark.engine.text import OutputText
 from dspark.engine.verifying import verify_step
 from dspark.engine.view import engine_stats, round_view
-from dspark.engine.writing import Writing, error_event
+from dspark.engine.writing import Unwritten, Writing, error_event
 from dspark.nn.noise import RequestNoise
 from dspark.nn.pages import PageTable
 from dspark.nn.seams import DraftBlock, Drafter, Target
@@ -245,8 +245,11 @@ class Engine:
         seconds["sample"] = -started + (started := clock())
 
         self.writing.settle()
-        unwritten, rounds = self._commit.step(batch, view, drafted, draft, verified, output)
-        self.writing.put(unwritten)
+        unwritten: list[Unwritten] = []
+        try:
+            rounds = self._commit.step(batch, view, drafted, draft, verified, output, unwritten)
+        finally:
+            self.writing.put(unwritten)
         if self._drafting is not None:
             self._drafting.extend(batch, verified, output)
         self._publish(batch)

@@ -38,6 +38,9 @@ class DraftShape:
             raise ConfigError(
                 f"there is no drafter {self.drafter!r}; {hint}there are {', '.join(DRAFTERS)}"
             )
+        for name in ("layers", "block_size", "taps", "candidates"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.draft_vocabulary is not None and self.draft_vocabulary < 1:
             raise ConfigError(
                 f"draft_vocabulary is {self.draft_vocabulary}; it must be at least 1 token"

@@ -17,7 +17,7 @@ from dspark.recipes.calibration import serving_calibration
 from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
 from dspark.recipes.generation import Generation, RequestOutput
 from dspark.recipes.progress import Progress
-from dspark.recipes.values import set_threads, weights_value
+from dspark.recipes.values import policy_value, set_threads, weights_value
 from dspark.scheduling.cost_model import CostModel
 from dspark.scheduling.parse import needs_cost, parse_policy
 from dspark.scheduling.policies import Policy
@@ -75,6 +75,7 @@ class LLM:
         set_threads(threads)
         kind = weights_value(weights)
         check_device(device, kind)
+        policy = policy_value(policy)
         if max_requests < 1:
             raise ConfigError(f"max_requests is {max_requests}; it must be at least 1")
         progress = progress or Progress(quiet=True)

@@ -87,6 +87,8 @@ def make_jobs(
     """
     if samples < 1:
         raise ConfigError(f"samples is {samples}; it must be at least 1")
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}; it must be at least 0")
     limit = llm.loaded.target.max_context - sampling.max_new_tokens
     jobs: list[Job] = []
     too_long = 0

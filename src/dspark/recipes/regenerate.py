@@ -39,7 +39,8 @@ class RegenerateConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)  # ConfigError for one outside its range
+            # ConfigError for one outside its range.
+            SamplingParams(temperature=temperature, seed=self.seed)
 
 
 def regenerate(

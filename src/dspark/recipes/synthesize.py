@@ -31,6 +31,8 @@ class SynthesizeConfig:
         for name in ("count", "max_new_tokens", "max_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        # ConfigError for one outside its range.
+        SamplingParams(temperature=self.temperature, top_p=self.top_p, seed=self.seed)
 
 
 def synthesize(

@@ -13,6 +13,7 @@ from dspark.core.sampling import RULES, VerificationRule
 from dspark.data.endpoint import EndpointConfig
 from dspark.nn.linear import KINDS, WeightKind
 from dspark.scheduling.exports import ExportFormat
+from dspark.scheduling.parse import check_form
 from dspark.training.config import FEATURE_MODES, FeatureMode
 from dspark.training.ranks import Parallel
 
@@ -46,6 +47,13 @@ def _read(path: Path) -> str:
 
 def weights_value(text: str | None) -> WeightKind | None:
     return cast(WeightKind | None, _one_of("weights", text, KINDS))
+
+
+def policy_value(text: str | None) -> str | None:
+    """A policy that some drafter may have; whether this one has it is seen once it is loaded."""
+    if text is not None:
+        check_form(text)
+    return text
 
 
 def parallel_value(text: str) -> Parallel:

@@ -44,15 +44,30 @@ def parse_policy(
     is no drafter, that needs a confidence head or a cost table where there is none, and for one
     that is not lossless under one of `rules`.
     """
+    name, value = _split(text)
+    policy = _parse(text, name, value, block_size, has_confidence, cost)
+    for rule in rules:
+        check_rule(policy, rule)
+    return policy
+
+
+def check_form(text: str) -> None:
+    """Raises ConfigError for what is no policy of any drafter, before one is loaded."""
+    name, value = _split(text)
+    if name == "fixed":
+        _parse_fixed(text, value, None)
+    elif name == "threshold":
+        _parse_threshold(text, value)
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """Name and value; ConfigError for a name that does not exist."""
     name, colon, value = text.strip().partition(":")
     if name not in _NAMES:
         near = difflib.get_close_matches(name, _NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"there is no policy {text!r}; {hint}policies are {POLICY_FORMS}")
-    policy = _parse(text, name, value if colon else None, block_size, has_confidence, cost)
-    for rule in rules:
-        check_rule(policy, rule)
-    return policy
+    return name, value if colon else None
 
 
 def _parse(
@@ -94,14 +109,16 @@ def _parse(
     return _BY_COST[name].gated(model, forward_only=value is not None)
 
 
-def _parse_fixed(text: str, value: str | None, block_size: int) -> Policy:
-    allowed = f"fixed:1 to fixed:{block_size}"
+def _parse_fixed(text: str, value: str | None, block_size: int | None) -> Policy:
+    """block_size: None where it is not known yet."""
+    most = "the drafter's block" if block_size is None else f"fixed:{block_size}"
+    allowed = f"fixed:1 to {most}"
     if value is None or not (value.isascii() and value.isdigit()):
         raise ConfigError(f"policy {text!r}: 'fixed' needs a whole number of tokens: {allowed}")
     length = int(value)
     if length == 0:
         raise ConfigError(f"policy {text!r} would draft and verify nothing; use off, or {allowed}")
-    if length > block_size:
+    if block_size is not None and length > block_size:
         raise ConfigError(
             f"policy {text!r} asks for more than the drafter's block of {block_size} tokens; "
             f"use {allowed}"

@@ -194,7 +194,8 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 def join(*, teachers: int = 0, parallel: Parallel = "ddp") -> Iterator[Ranks]:
     """This process among those that torchrun started; on its own where it was not torchrun.
 
-    Raises ConfigError where that cannot be: teachers without torchrun, or none left to train.
+    Raises ConfigError where that cannot be: teachers without torchrun, or none left to train; and
+    DSparkError in place of what gloo says of a rank that is gone.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if not 0 <= teachers < max(world, 2):
@@ -217,5 +218,11 @@ def join(*, teachers: int = 0, parallel: Parallel = "ddp") -> Iterator[Ranks]:
         drafters = world - teachers
         group = dist.new_group(range(drafters), timeout=_PATIENCE)
         yield Ranks(rank, drafters, teachers, parallel, group)
+    except RuntimeError as error:
+        if "gloo/transport" not in str(error):
+            raise
+        raise DSparkError(
+            "another rank is gone, and with it this run; its error says why"
+        ) from error
     finally:
         dist.destroy_process_group()
