@@ -3,17 +3,20 @@
 * One decode round of a batch of 128 requests (draft, schedule, verification of the whole block,
   commit) with DSpark against DFlash, the same backbone without a sequential head, at draft lengths
   4, 8, 12 and 16, averaged over contexts of 512 to 4,096 tokens. The paper has 0.2% to 1.3%.
+* The same with the draft run eagerly and captured in CUDA graphs, and how far the two drafts are
+  apart. Verification is never captured. On a CPU a recorder stands in for the graphs: results can
+  be compared there, times cannot.
 * SPS(B), steps a second of the target alone, from 1 to 1,024 tokens.
 
 Weights and contexts are random: neither changes what a step costs. Contexts that do not fit the
-memory are skipped by name. Rounds of all contenders are run in turn and medians are kept. The draft
-is run eagerly: it is not captured in CUDA graphs.
+memory are skipped by name. Medians of each contender's rounds are kept.
 
     bash benchmarks/gpu_check.sh          # tests on CUDA first, then this
     python benchmarks/gpu_check.py --device cpu --tiny
 """
 
 import argparse
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,20 +24,26 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
 from common import finish
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dspark.core.errors import DSparkError
 from dspark.core.records import StepRecord
 from dspark.core.sampling import SamplingParams
+from dspark.drafters.captured import CapturedDrafter
 from dspark.drafters.config import DSparkConfig
 from dspark.drafters.dspark import DSparkModel
 from dspark.drafters.fused import bf16_linear, plain_linear
 from dspark.drafters.serving import DSparkDrafter
 from dspark.engine.config import EngineConfig
+from dspark.engine.drafting import Drafting
 from dspark.engine.engine import Engine
+from dspark.nn.graphs import Capture, CudaCapture
 from dspark.nn.kv_cache import KVShape
-from dspark.nn.seams import Binding, Drafter
+from dspark.nn.recorder import Recorder
+from dspark.nn.seams import Binding, DraftBlock, Drafter
 from dspark.scheduling.policies import FixedLength, Off, Policy
 from dspark.targets.hf import HFTarget
 from dspark.targets.load import check_device
@@ -83,6 +92,8 @@ class Bench:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.target = HFTarget(model)
+        on_cuda = self.target.device.type == "cuda"
+        self.capture: Capture = CudaCapture(self.target.device) if on_cuda else Recorder()
         embedding = model.get_input_embeddings().weight.detach().float()
         layers = size.target["num_hidden_layers"]
         self.binding = Binding(
@@ -91,8 +102,8 @@ class Bench:
             target_name="random", embedding_hash="", chat_template_hash=None,
         )  # fmt: skip
 
-    def drafter(self, block_size: int, *, markov: bool) -> Drafter:
-        """DSpark's, or DFlash's: the same without the sequential head."""
+    def drafters(self, block_size: int, *, markov: bool) -> tuple[DSparkDrafter, CapturedDrafter]:
+        """DSpark's, or DFlash's: the same without the sequential head. Run eagerly and captured."""
         shape, layers = self.size.target, self.size.target["num_hidden_layers"]
         config = DSparkConfig(
             hidden_size=shape["hidden_size"], intermediate_size=shape["intermediate_size"],
@@ -106,7 +117,10 @@ class Bench:
         with torch.device(self.target.device):
             model = DSparkModel(config)
         linear = bf16_linear if self.dtype == torch.bfloat16 else plain_linear
-        return DSparkDrafter(model, self.binding, linear_factory=linear)
+        return (
+            DSparkDrafter(model, self.binding, linear_factory=linear),
+            CapturedDrafter(model, self.binding, linear_factory=linear, capture=self.capture),
+        )
 
     def bytes_needed(self, requests: int, context: int) -> int:
         """Of both caches, in pages' extents of a power of two."""
@@ -173,41 +187,101 @@ def free_bytes(device: torch.device) -> float:
 
 
 def draft_latency(bench: Bench, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of (length, milliseconds of both, ratio), and what was skipped."""
-    size, skipped = bench.size, []
-    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    """A row for each draft length and drafter, and what was left out."""
+    size, left_out = bench.size, []
+    found: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
+    apart: dict[tuple[int, str], Apart] = {}
     for context in size.contexts:
         # The paper's largest context also wants room for logits and temporaries.
         needs = max(1.15 * bench.bytes_needed(size.batch, context), 100e9 if context >= 4096 else 0)
         if needs > free_bytes(bench.target.device):
-            skipped.append(f"context {context}: needs about {needs / 1e9:.0f} GB free")
+            left_out.append(f"context {context}: needs about {needs / 1e9:.0f} GB free")
             continue
         for length in size.lengths:
-            names = {"dspark": True, "dflash": False}
-            found: dict[str, list[float]] = defaultdict(list)
-            for name, markov in names.items():  # one cache at a time fits the memory
-                drafter = bench.drafter(length, markov=markov)
-                engine = bench.engine(drafter, FixedLength(length), size.batch, context)
-                for number in range(repeats + 2):
-                    took = sum(one_round(engine).seconds.values())
-                    if number > 1:  # the first ones warm up
-                        found[name].append(took)
-                engine.cancel()
-                del engine, drafter
-                if bench.target.device.type == "cuda":
-                    torch.cuda.empty_cache()
-            for name, values in found.items():
-                seconds[length, name].append(median(values))
+            for name, markov in (("dspark", True), ("dflash", False)):
+                eager, captured = bench.drafters(length, markov=markov)
+                drafters: dict[str, DSparkDrafter] = {"eager": eager, "captured": captured}
+                for form, drafter in drafters.items():  # one cache at a time fits the memory
+                    engine = bench.engine(drafter, FixedLength(length), size.batch, context)
+                    if form == "captured":
+                        if not captured.captures([state.table for state in engine.running]):
+                            left_out.append(
+                                f"context {context}, length {length}: {name}'s backbone runs "
+                                f"eagerly, for there is too much to copy"
+                            )
+                        if (length, name) not in apart:
+                            apart[length, name] = how_far_apart(engine, eager)
+                            check(apart[length, name], bench.dtype)
+                    took = []
+                    for number in range(repeats + 2):
+                        record = one_round(engine)
+                        draft = record.seconds["draft"] + record.seconds["draft_head"]
+                        if number > 1:  # the first ones warm up
+                            took.append((sum(record.seconds.values()), draft))
+                    rounds, drafts = zip(*took, strict=True)
+                    found[length, name, form].append((median(rounds), median(drafts)))
+                    engine.cancel()
+                    del engine
+                    gc.collect()
+                    if bench.target.device.type == "cuda":
+                        torch.cuda.empty_cache()
     rows = []
     for length in size.lengths:
-        if not seconds[length, "dspark"]:
+        if not found[length, "dspark", "eager"]:
             continue
-        dspark, dflash = (1000 * mean(seconds[length, name]) for name in ("dspark", "dflash"))
-        rows.append(
-            {"draft_length": length, "dspark_ms": dspark, "dflash_ms": dflash,
-             "more": dspark / dflash - 1}
-        )  # fmt: skip
-    return rows, skipped
+        row: dict[str, Any] = {"draft_length": length}
+        for form in ("eager", "captured"):
+            for name in ("dspark", "dflash"):
+                rounds, drafts = zip(*found[length, name, form], strict=True)
+                row[f"{name}_{form}_ms"] = 1000 * mean(rounds)
+                row[f"{name}_{form}_draft_ms"] = 1000 * mean(drafts)
+            row[f"more_{form}"] = row[f"dspark_{form}_ms"] / row[f"dflash_{form}_ms"] - 1
+        for name in ("dspark", "dflash"):
+            row[f"{name}_same_tokens"] = apart[length, name].same_tokens
+            row[f"{name}_probs_apart"] = apart[length, name].probs
+        rows.append(row)
+    return rows, left_out
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A captured draft and an eager one of the same round."""
+
+    same_tokens: float
+    """The share of drafted tokens that are equal."""
+    probs: float
+    """Largest difference of a first token's probability."""
+
+
+def how_far_apart(engine: Engine, eager: Drafter) -> Apart:
+    """Of what the engine drafts next and what `eager` would, over a context of random numbers."""
+    store, drafter = engine.memory.draft_store, engine.drafter
+    assert store is not None and drafter is not None
+    for memory in (*store.keys, *store.values):
+        memory.normal_()
+    everyone = np.ones(len(engine.running), dtype=np.bool_)
+    blocks = []
+    for own in (drafter, eager):
+        block = Drafting(own, store, engine.target.device).blocks(engine.running, everyone)
+        assert block is not None
+        blocks.append(block)
+    one, other = blocks
+    same = (one.tokens_RK == other.tokens_RK).double().mean()
+    vocab = engine.target.vocab_size
+    apart = first_probs(one, vocab).sub_(first_probs(other, vocab)).abs_().max()
+    return Apart(float(same), float(apart))
+
+
+def first_probs(block: DraftBlock, vocab: int) -> torch.Tensor:
+    """float64 [R, V]: candidates may come in another order, or be others at the margin."""
+    probs_RV = block.probs_RKC.new_zeros(len(block.probs_RKC), vocab)
+    return probs_RV.scatter_(1, block.candidates_RKC[:, 0], block.probs_RKC[:, 0])
+
+
+def check(apart: Apart, dtype: torch.dtype) -> None:
+    """In bf16 the two attention kernels may well round a likeliest token apart: it is shown."""
+    if dtype == torch.float32 and (apart.same_tokens < 0.98 or apart.probs > 1e-3):
+        raise DSparkError(f"the captured draft is not the eager one: {apart}")
 
 
 def steps_a_second(bench: Bench, repeats: int) -> dict[int, float]:
@@ -217,7 +291,7 @@ def steps_a_second(bench: Bench, repeats: int) -> dict[int, float]:
     for tokens in bench.size.tokens:
         requests = min(tokens, bench.size.batch)
         extra = tokens // requests - 1
-        drafter = bench.drafter(extra, markov=False) if extra else None
+        drafter = bench.drafters(extra, markov=False)[0] if extra else None
         policy: Policy = FixedLength(extra) if extra else Off()
         engine = bench.engine(drafter, policy, requests, context)
         took = []
@@ -234,11 +308,21 @@ def steps_a_second(bench: Bench, repeats: int) -> dict[int, float]:
 
 
 def table(rows: Sequence[dict[str, Any]], skipped: Sequence[str], sps: dict[int, float]) -> str:
-    lines = ["draft length   DSpark ms   DFlash ms   DSpark costs more by"]
+    lines = [
+        "draft length   draft      DSpark ms (draft)   DFlash ms (draft)   DSpark costs more by"
+    ]
     for row in rows:
+        for form in ("eager", "captured"):
+            both = "   ".join(
+                f"{row[f'{name}_{form}_ms']:8.2f} ({row[f'{name}_{form}_draft_ms']:6.2f})"
+                for name in ("dspark", "dflash")
+            )
+            lines.append(
+                f"{row['draft_length']:12}   {form:8}   {both}     {row[f'more_{form}']:+.1%}"
+            )
         lines.append(
-            f"{row['draft_length']:12}   {row['dspark_ms']:9.2f}   {row['dflash_ms']:9.2f}   "
-            f"{row['more']:+.1%}"
+            f"{'':12}   tokens drafted alike: DSpark {row['dspark_same_tokens']:.1%}, DFlash "
+            f"{row['dflash_same_tokens']:.1%}"
         )
     lines += [f"skipped {what}" for what in skipped]
     lines += ["", "tokens   steps a second"]
@@ -252,7 +336,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     options.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
     options.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
-    options.add_argument("--repeats", type=int, default=7)
+    options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--tiny", action="store_true", help="a tiny target, to try the script")
     args = options.parse_args(argv)
     check_device(args.device)
@@ -266,7 +350,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     result = {
         "device": name, "dtype": args.dtype, "torch": torch.__version__, "tiny": args.tiny,
         "batch": bench.size.batch, "contexts": [*bench.size.contexts], "latency": rows,
-        "skipped": skipped, "steps_a_second": sps, "draft": "eager",
+        "skipped": skipped, "steps_a_second": sps,
+        "captured_by": "CUDA graphs" if device.type == "cuda" else "recorder",
     }  # fmt: skip
     return result
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from dspark.core.errors import ConfigError, DSparkError, MissingExtraError
 from dspark.core.sampling import SamplingParams
 from dspark.data.responses import Response, ResponseFile
 from dspark.data.template import template_hash
+from dspark.drafters import captured
+from dspark.nn.sampling import race
 from dspark.recipes import profile as profile_module
 from dspark.recipes.profile import ProfileConfig
 from dspark.recipes.progress import Progress
@@ -335,10 +338,22 @@ def test_gpu_check_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     result = gpu_check.main(["--device", "cpu", "--tiny", "--dtype", "fp32", "--repeats", "1"])
     assert [row["draft_length"] for row in result["latency"]] == [2, 4]
     for row in result["latency"]:
-        assert row["dspark_ms"] > 0 and row["dflash_ms"] > 0
+        for name, form in product(("dspark", "dflash"), ("eager", "captured")):
+            assert row[f"{name}_{form}_ms"] > row[f"{name}_{form}_draft_ms"] > 0
+            assert row[f"{name}_same_tokens"] == 1.0 and 0 <= row[f"{name}_probs_apart"] < 1e-5
     assert [*result["steps_a_second"]] == [1, 4, 8] and result["skipped"] == []
     out = capsys.readouterr().out
     assert "DSpark costs more by" in out and "steps a second" in out
+    assert "tokens drafted alike: DSpark 100.0%, DFlash 100.0%" in out
+    assert result["captured_by"] == "recorder"
+
+
+def test_gpu_check_tells_a_captured_draft_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_check
+
+    monkeypatch.setattr(captured, "race", lambda probs, noise: race(probs.sqrt(), noise))
+    with pytest.raises(DSparkError, match="the captured draft is not the eager one"):
+        gpu_check.main(["--device", "cpu", "--tiny", "--dtype", "fp32", "--repeats", "1"])
 
 
 def test_gpu_check_skips_by_name_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from dspark.core.sampling import SamplingParams
 from dspark.drafters.build import build_model
+from dspark.drafters.captured import CapturedDrafter
 from dspark.drafters.chain import ChainModel
 from dspark.drafters.chain_serving import ChainDrafter
 from dspark.drafters.config import DSparkConfig, Eagle3Config, MtpConfig
@@ -14,6 +15,7 @@ from dspark.drafters.dspark import initialise
 from dspark.drafters.serving import DSparkDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
+from dspark.nn.recorder import Recorder
 from dspark.nn.seams import Binding
 from dspark.scheduling.policies import FixedLength, Off
 from dspark.targets.tiny import tiny_model
@@ -39,6 +41,10 @@ def drafter(name, block=BLOCK):
     embedding = reference().get_input_embeddings().weight.detach()
     if name in UNTRAINED:
         return served(untrained(name, block))
+    if name == "captured":
+        return CapturedDrafter(
+            untrained("untrained", block), binding(), candidates=16, capture=Recorder()
+        )
     if name == "random":
         return RandomDrafter(block, embedding)
     if name == "never right":

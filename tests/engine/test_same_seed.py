@@ -42,6 +42,7 @@ def alone():
         (None, {"chunk_tokens": 9, "page_size": 2}),
         (("untrained", BLOCK), {}),
         (("untrained", 1), {"chunk_tokens": 16, "page_size": 5}),
+        (("captured", BLOCK), {"chunk_tokens": 9, "page_size": 5}),
         (("rnn", BLOCK), {"chunk_tokens": 9}),
         (("eagle3", BLOCK), {"chunk_tokens": 9, "page_size": 5}),
         (("mtp", 1), {"chunk_tokens": 9, "page_size": 5}),

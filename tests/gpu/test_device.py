@@ -9,15 +9,18 @@ import torch
 
 from dspark.core.random import RequestRandom
 from dspark.core.sampling import SamplingParams
+from dspark.drafters.captured import CapturedDrafter
 from dspark.drafters.fused import bf16_linear, plain_linear
 from dspark.drafters.serving import DSparkDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.nn.attention import KEY_TILE, AttentionPlan, plain_attention, ragged_attention
+from dspark.nn.graphs import CudaCapture
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.noise import RequestNoise, Round, StepNoise
 from dspark.nn.pages import PageTable
-from dspark.nn.sampling import SamplingRows, probs_from_logits
+from dspark.nn.recorder import Recorder
+from dspark.nn.sampling import SamplingRows, probs_from_logits, race, truncates
 from dspark.nn.seams import Binding, DraftBlock, RaggedBatch
 from dspark.nn.verification import verify
 from dspark.scheduling.policies import FixedLength, Off
@@ -129,7 +132,12 @@ def test_attention_equals_its_slow_twin(device, dtype, exact):
     torch.testing.assert_close(fast, slow, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
 
 
-def engine(device, dtype, policy):
+def capture_on(device):
+    """CUDA graphs, or the recorder that stands in for them."""
+    return CudaCapture(torch.device(device)) if device == "cuda" else Recorder()
+
+
+def engine(device, dtype, policy, *, captured=False):
     model = in_dtype(tiny_model("llama", **MODEL).to(device), dtype)
     drafter = None
     if policy.drafts:
@@ -141,9 +149,11 @@ def engine(device, dtype, policy):
             target_name="tiny", embedding_hash="", chat_template_hash=None,
         )  # fmt: skip
         linear = bf16_linear if dtype == torch.bfloat16 else plain_linear
-        drafter = DSparkDrafter(
-            untrained("untrained").to(device), binding, candidates=16, linear_factory=linear
-        )
+        options = {"candidates": 16, "linear_factory": linear}
+        if captured:
+            options["capture"] = capture_on(device)
+        serving = CapturedDrafter if captured else DSparkDrafter
+        drafter = serving(untrained("untrained").to(device), binding, **options)
     name = "bfloat16" if dtype == torch.bfloat16 else "float32"
     config = EngineConfig(page_size=8, chunk_tokens=16, cache_dtype=name, cache_tokens=1024)
     return Engine(HFTarget(model), drafter, policy, config), model
@@ -151,10 +161,14 @@ def engine(device, dtype, policy):
 
 @every_device
 @every_dtype
-@pytest.mark.parametrize("policy", [Off(), FixedLength(BLOCK)], ids=lambda policy: policy.name)
-def test_the_engine_generates_what_the_target_says(device, dtype, policy):
+@pytest.mark.parametrize(
+    ("policy", "captured"),
+    [(Off(), False), (FixedLength(BLOCK), False), (FixedLength(BLOCK), True)],
+    ids=["off", "eager", "captured"],
+)
+def test_the_engine_generates_what_the_target_says(device, dtype, policy, captured):
     """Greedy tokens are the likeliest ones of one pass over the whole text, but for rounding."""
-    own, model = engine(device, dtype, policy)
+    own, model = engine(device, dtype, policy, captured=captured)
     params = SamplingParams(temperature=0.0, max_new_tokens=10, ignore_eos=True, logprobs=0)
     ids = [own.add(prompt, params) for prompt in PROMPTS]
     events = list(own.run())
@@ -173,3 +187,81 @@ def test_the_engine_generates_what_the_target_says(device, dtype, policy):
             assert float(row.max() - row[token]) < near
             assert abs(float(row[token]) - score) < near
     own.memory.check_integrity([])
+
+
+KINDS = ["untrained", "gated", "rnn", "dflash"]
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_draft_equals_an_eager_one(device, dtype, kind):
+    """Batches of different sizes and contexts in turn, each replayed twice.
+
+    The first slot's probabilities are equal but for rounding, and so are a later slot's where the
+    tokens before it are. Every token wins the race over exactly the probabilities it comes with.
+    """
+    random = torch.Generator().manual_seed(3)
+    embedding = torch.randn(VOCAB, 48, generator=random).to(device)
+    network = untrained(kind).to(device)
+    embedding = embedding[:, : network.config.hidden_size].contiguous()
+    binding = Binding(
+        embedding_VD=embedding, embedding_scale=1.0, lm_head_VD=embedding, logit_scale=1.0,
+        logit_softcap=None, num_target_layers=2, mask_token_id=0, target_name="tiny",
+        embedding_hash="", chat_template_hash=None,
+    )  # fmt: skip
+    linear = bf16_linear if dtype == torch.bfloat16 else plain_linear
+    options = {"candidates": 16, "linear_factory": linear}
+    eager = DSparkDrafter(network, binding, **options)
+    captured = CapturedDrafter(network, binding, capture=capture_on(device), **options)
+    page = 8
+    store = KVStore(eager.kv_shape, 96 * page, read_ahead=KEY_TILE, dtype=dtype, device=device)
+    for memory in (*store.keys, *store.values):
+        memory.copy_(torch.randn(memory.shape, generator=random))
+    tables = [PageTable(pages, page) for pages in ([0, 1], [2, 3], [40, 9, 60, 61], [5], [7, 8])]
+    lengths = [9, 12, 26, 0, 3]
+    near = 5e-2 if dtype == torch.bfloat16 else 1e-4
+    compared = 0
+    for number, chosen in enumerate([[0, 1, 2, 3], [4], [2, 4, 1], [4, 3, 2, 1, 0], [3, 0]] * 2):
+        params = [SAMPLING[(r + number) % len(SAMPLING)] for r in chosen]
+
+        def drafted(drafter, asked, number=number, chosen=chosen, params=params):
+            noises = [RequestNoise(RequestRandom(p.seed or 0), p, VOCAB, device) for p in params]
+            noise = StepNoise([Round(noise, number, number) for noise in noises], BLOCK)
+
+            def keeping(slot, ids_RC):
+                asked.append(noise(slot, ids_RC))
+                return asked[-1]
+
+            return drafter.draft(
+                torch.tensor(chosen, device=device) + 5,
+                torch.tensor([lengths[r] for r in chosen], device=device),
+                [tables[r] for r in chosen],
+                store,
+                texts=[[0]] * len(chosen),
+                sampling=params,
+                noise=keeping,
+            )
+
+        asked = []
+        one, other = drafted(captured, asked), drafted(eager, [])
+        assert one.tokens_RK.device.type == device
+        winners = race(one.probs_RKC, torch.stack(asked, 1))[:, :, None]
+        assert torch.equal(one.candidates_RKC.gather(2, winners)[:, :, 0], one.tokens_RK)
+        dense = [
+            block.probs_RKC.new_zeros(*block.tokens_RK.shape, VOCAB).scatter_(
+                2, block.candidates_RKC, block.probs_RKC
+            )
+            for block in (one, other)
+        ]
+        differ = (one.tokens_RK != other.tokens_RK).cumsum(1) > 0
+        same_before = torch.cat([torch.zeros_like(differ[:, :1]), differ[:, :-1]], 1) == 0
+        for r, own in enumerate(params):
+            # At the margin of a truncation, and of an argmax, rounding decides on everything.
+            if own.temperature > 0 and not truncates(own):
+                mine, theirs = (probs[r][same_before[r]] for probs in dense)
+                torch.testing.assert_close(mine, theirs, atol=near, rtol=0)
+                compared += len(mine)
+        if dtype == torch.float32:
+            assert torch.equal(one.tokens_RK, other.tokens_RK)
+    assert compared > 20

@@ -2,8 +2,13 @@
 
 import pytest
 
+from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import CheckpointError, ConfigError, PromptError, TargetError
 from dspark.core.sampling import SamplingParams
+from dspark.drafters.captured import CapturedDrafter
+from dspark.drafters.serving import DSparkDrafter
+from dspark.nn.recorder import Recorder
+from dspark.recipes.bundles import make_drafter, wants_graphs
 from dspark.recipes.llm import LLM
 
 PROMPTS = ["Hello there", "A much longer prompt, with more words in it.", "é"]
@@ -72,6 +77,27 @@ def test_devices_that_cannot_serve(target_folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="weights 'int8' are for a CPU; on cuda use bf16 or fp32"):
         LLM(str(target_folder), draft=None, device="cuda", weights="int8")
+
+
+def test_cuda_graphs_where_there_is_nothing_to_capture(target_folder, bundle_folder, monkeypatch):
+    with pytest.raises(ConfigError, match="cuda_graphs need a CUDA device, and the device is cpu"):
+        LLM(str(target_folder), draft=bundle_folder, cuda_graphs=True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for draft in (None, "lookup"):
+        with pytest.raises(ConfigError, match="cuda_graphs are for the draft of a DSpark or DFl"):
+            LLM(str(target_folder), draft=draft, device="cuda", cuda_graphs=True)
+
+
+def test_drafts_are_captured_on_cuda_unless_told_not_to(bundle_folder, llm):
+    bundle = read_bundle(bundle_folder)
+    for asked, device, wants in [
+        (None, "cuda:1", True), (True, "cuda", True), (False, "cuda", False),
+        (None, "cpu", False), (False, "cpu", False),
+    ]:  # fmt: skip
+        assert wants_graphs(asked, device, bundle) == wants
+    assert not wants_graphs(None, "cuda", None)
+    assert isinstance(make_drafter(bundle, llm.loaded, capture=Recorder()), CapturedDrafter)
+    assert type(make_drafter(bundle, llm.loaded)) is DSparkDrafter
 
 
 def test_a_pipelined_llm_gives_the_same(target_folder, bundle_folder, llm):

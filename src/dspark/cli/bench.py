@@ -50,6 +50,7 @@ def bench(
     seed: options.BaseSeed = 0,
     weights: options.Weights = None,
     device: options.Device = "cpu",
+    cuda_graphs: options.CudaGraphs = None,
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -76,6 +77,7 @@ def bench(
         draft_length=draft_length,
         weights=weights,
         device=device,
+        cuda_graphs=cuda_graphs,
         threads=threads,
         progress=progress,
     )

@@ -83,6 +83,7 @@ def chat(
     max_new_tokens: options.MaxNewTokens = 512,
     weights: options.Weights = None,
     device: options.Device = "cpu",
+    cuda_graphs: options.CudaGraphs = None,
     threads: options.Threads = None,
     debug: options.Debug = False,
 ) -> None:
@@ -107,6 +108,7 @@ def chat(
         policy=policy,
         weights=weights,
         device=device,
+        cuda_graphs=cuda_graphs,
         threads=threads,
         progress=Progress(),
     )

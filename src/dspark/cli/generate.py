@@ -52,6 +52,7 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     weights: options.Weights = None,
     device: options.Device = "cpu",
+    cuda_graphs: options.CudaGraphs = None,
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -87,6 +88,7 @@ def generate(
         policy=policy,
         weights=weights,
         device=device,
+        cuda_graphs=cuda_graphs,
         threads=threads,
         progress=progress,
     )

@@ -168,6 +168,15 @@ Device = Annotated[
         help="cpu, or cuda, where weights are bf16 (default) or fp32. Not yet run on a GPU."
     ),
 ]
+CudaGraphs = Annotated[
+    bool | None,
+    typer.Option(
+        "--cuda-graphs/--no-cuda-graphs",
+        help="Capture the draft in CUDA graphs. Default: where there is CUDA. Not yet run on a "
+        "GPU.",
+        show_default=False,
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", show_default=False)
 ]

@@ -61,6 +61,7 @@ def serve(
     ] = False,
     weights: options.Weights = None,
     device: options.Device = "cpu",
+    cuda_graphs: options.CudaGraphs = None,
     threads: options.Threads = None,
     max_requests: Annotated[
         int, typer.Option(help="Requests that decode at once; more wait in a queue.")
@@ -156,6 +157,7 @@ def serve(
         recalibrate=recalibrate,
         weights=weights,
         device=device,
+        cuda_graphs=cuda_graphs,
         threads=threads,
         progress=progress,
     )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,23 @@ from dspark.nn.layers import rms_norm, rotary_angles, rotate
 from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows
 from dspark.nn.seams import Binding, DraftAdjust, DraftBlock, DraftNoise, RaggedBatch
+
+DrawSlot = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(slot, logits [R, C], tokens drafted before it [R, slot]) -> (probabilities [R, C], tokens
+[R])."""
+
+
+class Proposals(NamedTuple):
+    """What the backbone says before the first token is drawn."""
+
+    hidden_RKD: Tensor
+    """After the final norm."""
+    base_RKC: Tensor
+    """Logits of the candidates without the sequential head's bias."""
+    ids_RKC: Tensor
+    """int64 token ids of the candidates."""
+    columns_RKC: Tensor | None
+    """int64 columns of the candidates in the draft vocabulary; None: all of them, in order."""
 
 
 class DSparkDrafter:
@@ -125,32 +142,17 @@ class DSparkDrafter:
         adjust: DraftAdjust | None = None,
     ) -> DraftBlock:
         """One backbone pass over R blocks, then K tokens left to right; see `Drafter.draft`."""
-        hidden_RKD = self.block_hidden(anchors_R, anchor_positions_R, tables, store)
-        R, K, D = hidden_RKD.shape
-        base_MC, columns_MC, ids_MC = self._proposals(hidden_RKD.view(R * K, D))
-        base_RKC, ids_RKC = base_MC.view(R, K, -1), ids_MC.view(R, K, -1)
-        columns_RKC = None if columns_MC is None else columns_MC.view(R, K, -1)
-
+        proposals = self._propose(anchors_R, anchor_positions_R, tables, store)
         head_started = self._clock()
-        rows = SamplingRows.of(sampling, device=base_MC.device)
-        bias = self._markov.block(hidden_RKD, columns_RKC) if self._markov else None
-        probs_RKC = torch.empty(ids_RKC.shape, dtype=torch.float64, device=base_MC.device)
-        tokens = torch.empty(R, 1 + K, dtype=torch.int64, device=base_MC.device)
-        tokens[:, 0] = anchors_R
-        for slot in range(K):
-            logits_RC = base_RKC[:, slot]
-            if bias is not None:
-                logits_RC = logits_RC + bias(slot, tokens[:, slot])
-            probs_RKC[:, slot], tokens[:, slot + 1] = draw(
-                logits_RC, ids_RKC[:, slot], rows, noise, tokens[:, 1 : slot + 1], adjust
-            )
-        head_seconds = self._clock() - head_started
+        tokens_RK, probs_RKC, confidence_RK = self._sample(
+            anchors_R, proposals, sampling, noise, adjust
+        )
         return DraftBlock(
-            tokens_RK=tokens[:, 1:],
-            candidates_RKC=ids_RKC,
+            tokens_RK=tokens_RK,
+            candidates_RKC=proposals.ids_RKC,
             probs_RKC=probs_RKC,
-            confidence_RK=self._confidence_logits(hidden_RKD, tokens[:, :K]),
-            head_seconds=head_seconds,
+            confidence_RK=confidence_RK,
+            head_seconds=self._clock() - head_started,
         )
 
     @torch.inference_mode()
@@ -162,24 +164,95 @@ class DSparkDrafter:
         store: KVStore,
     ) -> Tensor:
         """Hidden states [R, K, D] after the final norm, of the blocks after R anchors."""
-        config, K = self.config, self.block_size
-        R = len(tables)
-        tokens_RK = anchors_R[:, None].repeat(1, K)
-        tokens_RK[:, 1:] = config.mask_token_id
-        positions = (
-            anchor_positions_R[:, None] + torch.arange(K, device=anchors_R.device)
-        ).flatten()
-        angles = rotary_angles(positions, config.head_dim, config.rope_theta)
-        plan = AttentionPlan.build(_blocks(tokens_RK, anchor_positions_R.tolist(), tables))
+        plan = AttentionPlan.build(
+            _blocks(anchors_R, anchor_positions_R.tolist(), tables, self.block_size)
+        )
+        scale = self.config.head_dim**-0.5
+
+        def attend(query_NHd: Tensor, layer: int) -> Tensor:
+            return ragged_attention(query_NHd, plan, store, layer, scale=scale)
+
+        return self._backbone(anchors_R, anchor_positions_R, plan.batch.slots_N, store, attend)
+
+    def _propose(
+        self,
+        anchors_R: Tensor,
+        anchor_positions_R: Tensor,
+        tables: Sequence[PageTable],
+        store: KVStore,
+    ) -> Proposals:
+        return self._candidates(self.block_hidden(anchors_R, anchor_positions_R, tables, store))
+
+    def _sample(
+        self,
+        anchors_R: Tensor,
+        proposals: Proposals,
+        sampling: Sequence[SamplingParams],
+        noise: DraftNoise,
+        adjust: DraftAdjust | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens [R, K], the probabilities they were drawn from [R, K, C], confidences [R, K]."""
+        rows = SamplingRows.of(sampling, device=anchors_R.device)
+
+        def draw_slot(slot: int, logits_RC: Tensor, drafted_Rk: Tensor) -> tuple[Tensor, Tensor]:
+            return draw(logits_RC, proposals.ids_RKC[:, slot], rows, noise, drafted_Rk, adjust)
+
+        return self._left_to_right(anchors_R, proposals, draw_slot)
+
+    # What follows looks at no value on the host, so that it can be captured (drafters.captured).
+
+    def _backbone(
+        self,
+        anchors_R: Tensor,
+        anchor_positions_R: Tensor,
+        slots_N: Tensor,
+        store: KVStore,
+        attend: Callable[[Tensor, int], Tensor],
+    ) -> Tensor:
+        """Hidden states [R, K, D]; `attend` takes a layer's queries [R * K, H, d] and its index."""
+        config, R, K = self.config, len(anchors_R), self.block_size
+        masks = anchors_R.new_full((R, K - 1), config.mask_token_id)
+        tokens_RK = torch.cat([anchors_R[:, None], masks], 1)
+        positions_RK = anchor_positions_R[:, None] + torch.arange(K, device=anchors_R.device)
+        angles = rotary_angles(positions_RK.flatten(), config.head_dim, config.rope_theta)
         x = embed(self._binding, tokens_RK.flatten())
         for index, layer in enumerate(self._layers):
             normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
             q, k, v = layer.heads(normed, angles, config.rms_norm_eps)
             # The block's own keys and values lie behind the context until the text has grown there.
-            store.write(index, plan.batch.slots_N, k, v)
-            attended = ragged_attention(q, plan, store, index, scale=config.head_dim**-0.5)
+            store.write(index, slots_N, k, v)
+            attended = attend(q, index)
             x = layer.finish(x, attended.reshape(R * K, -1), config.rms_norm_eps)
         return rms_norm(x, self._norm, config.rms_norm_eps).view(R, K, -1)
+
+    def _candidates(self, hidden_RKD: Tensor) -> Proposals:
+        R, K, D = hidden_RKD.shape
+        base_MC, columns_MC, ids_MC = self._proposals(hidden_RKD.view(R * K, D))
+        return Proposals(
+            hidden_RKD,
+            base_MC.view(R, K, -1),
+            ids_MC.view(R, K, -1),
+            None if columns_MC is None else columns_MC.view(R, K, -1),
+        )
+
+    def _left_to_right(
+        self, anchors_R: Tensor, proposals: Proposals, draw_slot: DrawSlot
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `_sample`."""
+        hidden_RKD, base_RKC, ids_RKC, columns_RKC = proposals
+        R, K, _ = hidden_RKD.shape
+        bias = self._markov.block(hidden_RKD, columns_RKC) if self._markov else None
+        probs_RKC = torch.empty(ids_RKC.shape, dtype=torch.float64, device=base_RKC.device)
+        tokens = torch.empty(R, 1 + K, dtype=torch.int64, device=base_RKC.device)
+        tokens[:, 0] = anchors_R
+        for slot in range(K):
+            logits_RC = base_RKC[:, slot]
+            if bias is not None:
+                logits_RC = logits_RC + bias(slot, tokens[:, slot])
+            probs_RKC[:, slot], tokens[:, slot + 1] = draw_slot(
+                slot, logits_RC, tokens[:, 1 : slot + 1]
+            )
+        return tokens[:, 1:], probs_RKC, self._confidence_logits(hidden_RKD, tokens[:, :K])
 
     def _confidence_logits(self, hidden_RKD: Tensor, previous_RK: Tensor) -> Tensor | None:
         if self._confidence is None:
@@ -190,14 +263,16 @@ class DSparkDrafter:
         return F.linear(hidden_RKD, *self._confidence)[..., 0]
 
 
-def _blocks(tokens_RK: Tensor, lengths: Sequence[int], tables: Sequence[PageTable]) -> RaggedBatch:
-    """R blocks as rows of one step. Every row stands at its block's last position: causal attention
-    then sees the whole block."""
-    R, K = tokens_RK.shape
+def _blocks(
+    anchors_R: Tensor, lengths: Sequence[int], tables: Sequence[PageTable], K: int
+) -> RaggedBatch:
+    """R blocks as rows of one step, for attention alone. Every row stands at its block's last
+    position: causal attention then sees the whole block."""
+    R = len(tables)
     ends = [length + K for length in lengths]
-    device = tokens_RK.device
+    device = anchors_R.device
     return RaggedBatch(
-        tokens_N=tokens_RK.flatten(),
+        tokens_N=anchors_R.repeat_interleave(K),
         positions_N=torch.tensor(ends, device=device).sub_(1).repeat_interleave(K),
         requests_N=torch.arange(R, device=device).repeat_interleave(K),
         slots_N=torch.cat([t.slots(e - K, e) for t, e in zip(tables, ends, strict=True)]).to(

@@ -180,7 +180,7 @@ def ragged_attention(
     pieces = []
     for index, group in enumerate(plan.groups):
         keys, values = _read_group(store, layer, plan.batch, group)
-        query = _fold(query_NHD[group.rows], len(group.requests), heads_per_kv)
+        query = fold_heads(query_NHD[group.rows], len(group.requests), heads_per_kv)
         folded = query.shape[2]
         result = F.scaled_dot_product_attention(
             _pad_queries(query, tile).to(keys.dtype),
@@ -189,7 +189,7 @@ def ragged_attention(
             attn_mask=plan.mask(index, heads_per_kv, window, keys.dtype, tile),
             scale=scale,
         )
-        pieces.append(_unfold(result[:, :, :folded], group.queries))
+        pieces.append(unfold_heads(result[:, :, :folded], group.queries))
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out.to(query_NHD.dtype)
 
@@ -216,7 +216,7 @@ def plain_attention(
         keys, values = keys.float().permute(1, 2, 0), values.float().transpose(0, 1)
         for first in range(batch.starts[r], batch.starts[r + 1], _PLAIN_ROWS):
             rows = slice(first, min(first + _PLAIN_ROWS, batch.starts[r + 1]))
-            query = _fold(query_NHD[rows].float(), 1, heads_per_kv)[0]
+            query = fold_heads(query_NHD[rows].float(), 1, heads_per_kv)[0]
             folded = query.shape[1]
             scores = torch.matmul(_pad_queries(query, tile), keys)[:, :folded] * scale
             if softcap is not None:
@@ -234,7 +234,7 @@ def plain_attention(
                 scores = torch.cat([sinks, scores], dim=-1)
             weights = torch.softmax(scores, dim=-1)[..., -padded:]
             result = _weighted_sum(_pad_queries(weights, tile), values)[None, :, :folded]
-            pieces.append(_unfold(result, rows.stop - rows.start))
+            pieces.append(unfold_heads(result, rows.stop - rows.start))
     return torch.cat(pieces).to(query_NHD.dtype)
 
 
@@ -305,7 +305,7 @@ def _strided(memory: Tensor, group: _Group, first_slot: int) -> Tensor:
     )
 
 
-def _fold(query: Tensor, requests: int, heads_per_kv: int) -> Tensor:
+def fold_heads(query: Tensor, requests: int, heads_per_kv: int) -> Tensor:
     """[G * n, H, D] -> [G, KV, heads_per_kv * n, D]: the heads that share keys become query
     rows."""
     rows, heads, dim = query.shape
@@ -314,7 +314,7 @@ def _fold(query: Tensor, requests: int, heads_per_kv: int) -> Tensor:
     return folded.reshape(requests, kv, heads_per_kv * n, dim)
 
 
-def _unfold(result: Tensor, queries: int) -> Tensor:
+def unfold_heads(result: Tensor, queries: int) -> Tensor:
     """[G, KV, heads_per_kv * n, D] -> [G * n, H, D]."""
     requests, kv, folded, dim = result.shape
     result = result.view(requests, kv, folded // queries, queries, dim).permute(0, 3, 1, 2, 4)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dspark.core.sampling import SamplingParams
 
-_MIN_TEMPERATURE = 1e-30
+MIN_TEMPERATURE = 1e-30
 """Logits up to 1e8 stay finite in float32 above it; its softmax cannot tell what lies below."""
 
 _NUCLEUS_GUESS = 1024
@@ -56,7 +56,7 @@ class SamplingRows:
         """Row m is sampled as `params[requests[m]]`; by default one row a request."""
         rows = list(params) if requests is None else [params[request] for request in requests]
         greedy = [m for m, row in enumerate(rows) if row.temperature == 0]
-        truncated = [m for m, row in enumerate(rows) if row.temperature > 0 and _truncates(row)]
+        truncated = [m for m, row in enumerate(rows) if row.temperature > 0 and truncates(row)]
         cut = [rows[m] for m in truncated]
         heated = any(row.temperature not in (0, 1) for row in rows)
 
@@ -67,7 +67,7 @@ class SamplingRows:
             return torch.tensor(values, device=device) if values else None
 
         return cls(
-            temperature_M1=column([max(row.temperature or 1.0, _MIN_TEMPERATURE) for row in rows])
+            temperature_M1=column([max(row.temperature or 1.0, MIN_TEMPERATURE) for row in rows])
             if heated
             else None,
             greedy=indices(greedy),
@@ -88,7 +88,7 @@ def probs_from_logits(logits_MV: Tensor, rows: SamplingRows) -> Tensor:
     renormalised. Temperature 0 is a one-hot row. Equally likely tokens rank by id, lowest first.
     """
     if rows.all_greedy:
-        return _one_hot_argmax(logits_MV)
+        return one_hot_argmax(logits_MV)
     scaled_MV = logits_MV
     if rows.temperature_M1 is not None:
         scaled_MV = logits_MV / rows.temperature_M1.to(logits_MV.dtype)
@@ -98,7 +98,7 @@ def probs_from_logits(logits_MV: Tensor, rows: SamplingRows) -> Tensor:
         keep_TV = _kept(scaled_TV, probs_MV[rows.truncated], rows)
         probs_MV[rows.truncated] = scaled_TV.masked_fill_(~keep_TV, -math.inf).softmax(-1)
     if rows.greedy is not None:
-        probs_MV[rows.greedy] = _one_hot_argmax(logits_MV[rows.greedy])
+        probs_MV[rows.greedy] = one_hot_argmax(logits_MV[rows.greedy])
     return probs_MV
 
 
@@ -122,12 +122,12 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulated, thresholds, right=True)[..., 0]
 
 
-def _one_hot_argmax(logits_MV: Tensor) -> Tensor:
+def one_hot_argmax(logits_MV: Tensor) -> Tensor:
     best_M1 = logits_MV.argmax(-1, keepdim=True)  # the first of several maxima
     return torch.zeros_like(logits_MV).scatter_(-1, best_M1, 1.0)
 
 
-def _truncates(row: SamplingParams) -> bool:
+def truncates(row: SamplingParams) -> bool:
     return row.top_k > 0 or row.top_p < 1 or row.min_p > 0
 
 

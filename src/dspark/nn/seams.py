@@ -156,7 +156,7 @@ class DraftBlock:
     """int64 slots that hold a proposal, a prefix of the block; None: all of them. Decided by the
     text so far and never by a token that was drawn, so that it anticipates nothing (law 2)."""
     head_seconds: float = 0.0
-    """Part of the draft's wall time that its sequential head and sampling took."""
+    """Part of the draft's wall time that its sequential head, sampling and confidences took."""
 
 
 class Drafter(Protocol):

@@ -7,12 +7,16 @@ import torch
 
 from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.fit import check_fit
+from dspark.core.errors import ConfigError
+from dspark.drafters.captured import CapturedDrafter
 from dspark.drafters.chain import ChainModel
 from dspark.drafters.chain_serving import ChainDrafter
+from dspark.drafters.config import DSparkConfig
 from dspark.drafters.dspark import DSparkModel
 from dspark.drafters.fused import LinearFactory, bf16_linear, plain_linear
 from dspark.drafters.serving import DSparkDrafter
 from dspark.nn.four_bit import nearest_four_bit
+from dspark.nn.graphs import Capture
 from dspark.nn.linear import PackedLinear, RowMode, WeightKind, best_kind
 from dspark.nn.seams import Drafter
 from dspark.targets.load import LoadedTarget
@@ -29,10 +33,33 @@ def shipped_bundle() -> Path:
     return Path(__file__).parent.parent / "bundles" / SHIPPED
 
 
-def make_drafter(bundle: Bundle, loaded: LoadedTarget, *, candidates: int | None = None) -> Drafter:
+def wants_graphs(cuda_graphs: bool | None, device: str, bundle: Bundle | None) -> bool:
+    """Whether to capture the draft in CUDA graphs; None is wherever that is possible.
+
+    Raises ConfigError where it is asked for and is not.
+    """
+    captured = bundle is not None and isinstance(bundle.config, DSparkConfig)
+    if cuda_graphs and device == "cpu":
+        raise ConfigError("cuda_graphs need a CUDA device, and the device is cpu; leave them out")
+    if cuda_graphs and not captured:
+        raise ConfigError(
+            "cuda_graphs are for the draft of a DSpark or DFlash bundle, and this drafter is "
+            "neither; leave them out"
+        )
+    return captured and device != "cpu" and cuda_graphs is not False
+
+
+def make_drafter(
+    bundle: Bundle,
+    loaded: LoadedTarget,
+    *,
+    candidates: int | None = None,
+    capture: Capture | None = None,
+) -> Drafter:
     """Checks that a bundle fits the target, and packs it like the target.
 
     candidates: draft candidates per slot; None is what the bundle says.
+    capture: how to capture the draft of a bundle that `wants_graphs`; None runs it eagerly.
     Raises CheckpointError for a bundle made for another target.
     """
     check_fit(bundle, loaded.binding)
@@ -60,4 +87,6 @@ def make_drafter(bundle: Bundle, loaded: LoadedTarget, *, candidates: int | None
     if isinstance(model, ChainModel):
         return ChainDrafter(model, loaded.binding, **options)
     assert isinstance(model, DSparkModel), type(model)
+    if capture is not None:
+        return CapturedDrafter(model, loaded.binding, capture=capture, **options)
     return DSparkDrafter(model, loaded.binding, **options)

@@ -11,8 +11,9 @@ from dspark.core.errors import ConfigError, PromptError
 from dspark.core.sampling import SamplingParams
 from dspark.data.template import encode_messages, encode_prompt, template_hash
 from dspark.drafters.lookup import PromptLookup
+from dspark.nn.graphs import CudaCapture
 from dspark.nn.seams import Drafter
-from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle
+from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle, wants_graphs
 from dspark.recipes.calibration import serving_calibration
 from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
 from dspark.recipes.generation import Generation, RequestOutput
@@ -44,6 +45,8 @@ class LLM:
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8, q4); None picks what suits the
         weights and the processor.
     device: "cpu", or a CUDA device; there `weights` are bf16 (None) or fp32. Not yet run on a GPU.
+    cuda_graphs: capture the draft in CUDA graphs (`drafters.captured`); None is wherever that can
+        be, on a CUDA device with a DSpark or DFlash bundle. Not yet run on a GPU.
     threads: CPU threads for torch; None leaves torch's own choice.
     max_requests: how many prompts decode at once; more wait.
     calibrated: use the bundle's `calibration.json`; False only to measure the head as it is.
@@ -64,6 +67,7 @@ class LLM:
         draft_length: int | None = None,
         weights: str | None = None,
         device: str = "cpu",
+        cuda_graphs: bool | None = None,
         threads: int | None = None,
         max_requests: int = 32,
         trust_remote_code: bool = False,
@@ -83,6 +87,7 @@ class LLM:
             draft = shipped_bundle() if target is None else None
         # Before the target, which takes longer: a wrong path is told at once.
         bundle = None if draft is None or draft == LOOKUP else read_bundle(Path(draft))
+        graphs = wants_graphs(cuda_graphs, device, bundle)
         if draft_length is not None and draft_length < 1:
             raise ConfigError(f"draft_length is {draft_length}; it must be at least 1, or None")
         if draft_length is not None and draft is None:
@@ -124,7 +129,8 @@ class LLM:
             )
         else:
             self.draft_name = SHIPPED if draft == shipped_bundle() else str(draft)
-            self.drafter = make_drafter(bundle, self.loaded)
+            capture = CudaCapture(self.loaded.target.device) if graphs else None
+            self.drafter = make_drafter(bundle, self.loaded, capture=capture)
             self._bundle_policy = None if bundle.info is None else bundle.info.policy
             self._has_confidence = bundle.config.has_confidence
         self._draft_length = draft_length
