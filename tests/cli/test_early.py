@@ -82,3 +82,17 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(
     said = {"synthesize": "count", "teacher-ranks": "teacher ranks"}.get(name, name)
     assert said.rstrip("s") in last
     assert not [*tmp_path.iterdir()], "and leaves nothing behind"
+
+
+@pytest.mark.parametrize("command", ["generate hello", "chat", "serve --port 0", "eval", "bench"])
+def test_cuda_graphs_are_refused_on_a_cpu(
+    command: str,
+    nothing_is_loaded: None,
+    bundle_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(build_app(COMMANDS), [*command.split(), "--draft", str(bundle_folder), "--cuda-graphs"])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2, captured.err
+    assert "cuda_graphs need a CUDA device, and the device is cpu; leave them out" in captured.err

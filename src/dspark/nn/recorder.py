@@ -39,6 +39,10 @@ class _Tape(TorchDispatchMode):
     ) -> Any:
         if _leaves_the_device(func, args):
             raise ValueError(f"a captured function must not call {func}")
+        with self:  # operators made of others may hide one that is refused
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
         result = func(*args, **(kwargs or {}))
         self._calls.append((func, args, kwargs or {}, _tensors(result)))
         return result
