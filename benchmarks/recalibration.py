@@ -1,8 +1,8 @@
 """Recalibration on a shifted workload: calibrated on some domains, served another.
 
-Replays the rounds that `dspark calibrate --run FOLDER` kept. Temperatures are fitted on the texts
+Replays the rounds that `dspark calibrate --run FOLDER` kept. A scaling is fitted on the texts
 of the `--fit` files; then those of the `--serve` files arrive, shuffled. Every served round behind
-the first window is predicted twice: with the fitted temperatures, and with the snapshot in force
+the first window is predicted twice: with what was fitted, and with the snapshot in force
 when it came. Prints the ECE of both and the floor, by position, and ends with one JSON line.
 
     python benchmarks/recalibration.py RUN/rounds.jsonl --fit gsm8k math500 --serve mt-bench
@@ -19,7 +19,7 @@ from common import finish
 from dspark.calibration.condition import CandidateSet, Condition
 from dspark.calibration.metrics import expected_calibration_error, floor_of_ece
 from dspark.calibration.online import OnlineCalibration, OnlineConfig
-from dspark.calibration.scaling import check_enough, fit_temperatures, survival
+from dspark.calibration.scaling import check_enough, fit_scaling, survival
 from dspark.core.errors import DataError
 from dspark.core.records import RoundRecord, StepRecord
 from dspark.core.sampling import SamplingParams
@@ -47,7 +47,7 @@ def main() -> dict[str, Any]:
 
     fitted = rounds_of({k: rows for k, rows in texts.items() if k[0] in args.fit}, block)
     check_enough(fitted)
-    temperatures = fit_temperatures(fitted)
+    scaling = fit_scaling(fitted)
     served = rounds_of({k: rows for k, rows in texts.items() if k[0] in args.serve}, block)
     if len(served) < 2 * args.window:
         raise DataError(
@@ -64,7 +64,7 @@ def main() -> dict[str, Any]:
         window=args.window, every=max(1, args.window // 10), least=max(20, args.window // 20)
     )
     online = OnlineCalibration(
-        {Condition.of(sampling, proposals): temperatures}, proposals, block, config=config
+        {Condition.of(sampling, proposals): scaling}, proposals, block, config=config
     )
     online.expect(sampling)
     followed = np.empty((len(served), block))
@@ -84,7 +84,7 @@ def main() -> dict[str, Any]:
 
     late = np.zeros(len(served), dtype=bool)
     late[order[args.window :]] = True
-    kept, raw = survival(served, temperatures), survival(served)
+    kept, raw = survival(served, scaling), survival(served)
     generator = np.random.default_rng(args.seed)
     positions = []
     print(f"{int(late.sum())} served rounds behind the first window, {len(online.refits)} refits")
@@ -101,15 +101,23 @@ def main() -> dict[str, Any]:
         }
         positions.append(row)
         print(
-            f"position {row['position']}: ECE {row['ece_raw']:.1%} raw, {row['ece_kept']:.1%} with "
-            f"the other workload's temperatures, {row['ece_followed']:.1%} recalibrated, floor "
+            f"position {row['position']}: ECE {row['ece_raw']:.1%} raw, {row['ece_kept']:.1%} "
+            f"calibrated on the other workload, {row['ece_followed']:.1%} recalibrated, floor "
             f"{row['ece_floor']:.1%}"
         )
     return {
         "positions": positions,
         "refits": len(online.refits),
-        "temperatures_fitted": temperatures.tolist(),
-        "temperatures_served": online.refits[-1].temperatures if online.refits else None,
+        "fitted": {
+            "temperatures": scaling.temperatures.tolist(),
+            "offsets": scaling.offsets.tolist(),
+        },
+        "served": {
+            "temperatures": online.refits[-1].temperatures,
+            "offsets": online.refits[-1].offsets,
+        }
+        if online.refits
+        else None,
     }
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dspark.calibration.confidence import conditional_confidence
+from dspark.calibration.confidence import Scaling, conditional_confidence
 from dspark.core.errors import ConfigError, DSparkError
 
 
@@ -15,9 +15,12 @@ def test_confidence_is_the_sigmoid_of_the_scaled_logit() -> None:
     assert plain.dtype == np.float64
     assert plain[0, 0] == 0.5
     assert plain[1, 1] == pytest.approx(0.75, abs=1e-7)
-    scaled = conditional_confidence(logits_RK, [1.0, 2.0])
+    scaled = conditional_confidence(logits_RK, Scaling.of_temperatures([1.0, 2.0]))
     assert scaled[:, 0].tolist() == plain[:, 0].tolist()
     assert scaled[0, 1] == pytest.approx(1 / (1 + math.exp(-1.0)))
+    shifted = conditional_confidence(logits_RK, Scaling([1.0, 2.0], [0.0, -1.0]))
+    assert shifted[:, 0].tolist() == plain[:, 0].tolist()
+    assert shifted[0, 1] == pytest.approx(0.5), "divided first, then shifted"
 
 
 def test_extreme_logits_neither_overflow_nor_leave_the_unit_interval() -> None:
@@ -43,11 +46,23 @@ def test_nan_logits_are_refused() -> None:
 )
 def test_temperatures_that_do_not_fit_are_refused(temperatures: list[float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        conditional_confidence([[0.0, 0.0]], temperatures)
+        conditional_confidence([[0.0, 0.0]], Scaling.of_temperatures(temperatures))
 
 
-def test_rows_may_have_temperatures_of_their_own() -> None:
+@pytest.mark.parametrize("offsets", [[0.0, math.nan], [math.inf, 0.0]])
+def test_offsets_must_be_finite(offsets: list[float]) -> None:
+    with pytest.raises(ConfigError, match=r"offsets are .* finite"):
+        Scaling([1.0, 1.0], offsets)
+
+
+def test_as_many_offsets_as_temperatures() -> None:
+    with pytest.raises(ConfigError, match="2 temperatures and 1 offsets"):
+        Scaling([1.0, 1.0], [0.0])
+
+
+def test_rows_may_have_a_scaling_of_their_own() -> None:
     logits_RK = [[1.0, 2.0], [1.0, 2.0]]
-    both = conditional_confidence(logits_RK, [[1.0, 1.0], [2.0, 4.0]])
+    other = Scaling([2.0, 4.0], [0.5, -0.5])
+    both = conditional_confidence(logits_RK, Scaling.rows([Scaling.none(2), other]))
     assert both[0].tolist() == conditional_confidence(logits_RK)[0].tolist()
-    assert both[1].tolist() == conditional_confidence(logits_RK, [2.0, 4.0])[1].tolist()
+    assert both[1].tolist() == conditional_confidence(logits_RK, other)[1].tolist()

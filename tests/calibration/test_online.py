@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dspark.calibration.condition import CandidateSet, Condition
+from dspark.calibration.confidence import Scaling
 from dspark.calibration.metrics import expected_calibration_error, floor_of_ece
 from dspark.calibration.online import OnlineCalibration, OnlineConfig
 from dspark.calibration.scaling import survival
@@ -37,7 +38,7 @@ def serve(calibration, rounds, sampling=SAMPLED, admitted=BLOCK):
 
 def online(temperatures=(1.0,) * BLOCK, config=SMALL, **kwargs):
     return OnlineCalibration(
-        {DEFAULT: np.array(temperatures)}, PROPOSALS, BLOCK, config=config, **kwargs
+        {DEFAULT: Scaling.of_temperatures(temperatures)}, PROPOSALS, BLOCK, config=config, **kwargs
     )
 
 
@@ -60,8 +61,9 @@ def test_drift_is_found_and_undone_and_recorded():
     assert numbers[2999] == 0, "no refit before the window is full"
     assert numbers[3000] == 1
     assert calibration.snapshot().number == len(calibration.refits) > 1
-    fitted = calibration.snapshot().temperatures[DEFAULT]
-    assert fitted == pytest.approx([2.0, 1.0, 2.0], rel=0.2)
+    fitted = calibration.snapshot().scalings[DEFAULT]
+    assert fitted.temperatures == pytest.approx([2.0, 1.0, 2.0], rel=0.2)
+    assert fitted.offsets == pytest.approx([0.0] * BLOCK, abs=0.15)
     first = calibration.refits[0]
     assert first.rounds == 3000
     assert 1 in first.drifted
@@ -76,21 +78,37 @@ def test_drift_is_found_and_undone_and_recorded():
 
 
 def test_a_refit_is_bounded_and_so_are_all_together():
-    config = OnlineConfig(window=2000, every=500, least=500, step=1.3, reach=1.5)
+    config = OnlineConfig(
+        window=2000, every=500, least=500, step=1.3, reach=1.5, offset_step=0.3, offset_reach=0.7
+    )
     calibration = online(config=config)
-    serve(calibration, synthetic(5000, (8.0, 8.0, 8.0)))
+    serve(calibration, synthetic(5000, (8.0, 8.0, 8.0), shift=-3.0))
     temperatures = [np.ones(BLOCK), *(np.array(r.temperatures) for r in calibration.refits)]
+    offsets = [np.zeros(BLOCK), *(np.array(r.offsets) for r in calibration.refits)]
     for before, after in itertools.pairwise(temperatures):
         assert (after / before <= 1.3 + 1e-9).all()
+    for before, after in itertools.pairwise(offsets):
+        assert (np.abs(after - before) <= 0.3 + 1e-9).all()
     assert temperatures[-1] == pytest.approx([1.5] * BLOCK)
+    assert offsets[-1] == pytest.approx([-0.7] * BLOCK)
 
 
-def test_positions_that_are_seldom_verified_keep_their_temperature():
+def test_texts_that_accept_less_move_the_offset():
+    """Served chat after math: as much order in the head, less acceptance."""
+    calibration = online()
+    serve(calibration, synthetic(9000, shift=-0.8, seed=1))
+    fitted = calibration.snapshot().scalings[DEFAULT]
+    assert fitted.offsets == pytest.approx([-0.8] * BLOCK, abs=0.25)
+    assert fitted.temperatures == pytest.approx([1.0] * BLOCK, rel=0.2)
+
+
+def test_positions_that_are_seldom_verified_keep_theirs():
     calibration = online()
     serve(calibration, synthetic(6000, (3.0, 3.0, 3.0)), admitted=1)
-    fitted = calibration.snapshot().temperatures[DEFAULT]
-    assert fitted[0] > 1.4
-    assert fitted[1:].tolist() == [1.0, 1.0]
+    fitted = calibration.snapshot().scalings[DEFAULT]
+    assert fitted.temperatures[0] > 1.4
+    assert fitted.temperatures[1:].tolist() == [1.0, 1.0]
+    assert fitted.offsets[1:].tolist() == [0.0, 0.0]
 
 
 def test_a_condition_of_its_own_begins_at_the_nearest_and_leaves_it_alone():
@@ -100,9 +118,9 @@ def test_a_condition_of_its_own_begins_at_the_nearest_and_leaves_it_alone():
     serve(calibration, synthetic(4000, (3.0, 3.0, 3.0)), sampling=greedy)
     assert "using the nearest: rejection, temperature 1" in lines[0]
     own = Condition.of(greedy, PROPOSALS)
-    temperatures = calibration.snapshot().temperatures
-    assert temperatures[DEFAULT].tolist() == [1.0] * BLOCK
-    assert (temperatures[own] > 1.4).all()
+    scalings = calibration.snapshot().scalings
+    assert scalings[DEFAULT].temperatures.tolist() == [1.0] * BLOCK
+    assert (scalings[own].temperatures > 1.4).all()
 
 
 def test_an_uncalibrated_head_is_calibrated_while_serving():
@@ -110,9 +128,9 @@ def test_an_uncalibrated_head_is_calibrated_while_serving():
     raw = calibration.snapshot()
     assert raw.confidence([[0.0] * BLOCK], [SAMPLED]).tolist() == [[0.5] * BLOCK]
     serve(calibration, synthetic(4000, (3.0, 3.0, 3.0)))
-    assert (calibration.snapshot().temperatures[DEFAULT] > 1.4).all()
+    assert (calibration.snapshot().scalings[DEFAULT].temperatures > 1.4).all()
     assert raw.number == 0, "a snapshot taken stays what it was"
-    assert not raw.temperatures
+    assert not raw.scalings
 
 
 def test_rounds_that_verified_nothing_do_not_count():

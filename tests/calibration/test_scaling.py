@@ -1,21 +1,31 @@
-"""Sequential temperature scaling finds what was put in, position by position, from the left."""
+"""Both fits find what was put in, position by position."""
 
 import numpy as np
 import pytest
 
+from dspark.calibration.confidence import Scaling
 from dspark.calibration.metrics import expected_calibration_error
 from dspark.calibration.report import report
-from dspark.calibration.scaling import GRID, check_enough, fit_temperatures, survival
+from dspark.calibration.scaling import (
+    GRID,
+    MOST_OFFSET,
+    check_enough,
+    fit_scaling,
+    fit_temperatures,
+    survival,
+)
 from dspark.core.errors import DataError
 from tests.calibration.synthetic import BLOCK, synthetic
 
 OVER_CONFIDENT = (3.0, 0.5, 2.0)
+HEAD = Scaling.none(BLOCK)
 
 
 def error(rounds, temperatures, column):
     counted = rounds.counted(column)
     return expected_calibration_error(
-        survival(rounds, temperatures)[counted, column], rounds.labels(column)[counted]
+        survival(rounds, Scaling.of_temperatures(temperatures))[counted, column],
+        rounds.labels(column)[counted],
     )
 
 
@@ -27,8 +37,10 @@ def test_a_known_miscalibration_is_undone():
 def test_held_out_rounds_are_predicted_to_the_floor():
     fitted = fit_temperatures(synthetic(20_000, OVER_CONFIDENT))
     held_out = synthetic(20_000, OVER_CONFIDENT, seed=1)
-    for position in report(held_out, fitted, seed=0, resamples=50):
+    scaling = Scaling.of_temperatures(fitted)
+    for position in report(held_out, scaling, fitted, seed=0, resamples=50):
         assert position.ece_before > 0.03
+        assert position.ece_after == position.ece_temperature_alone
         assert position.ece_after < 3 * position.ece_floor
         low, high = position.ece_after_ci95
         assert low < high < position.ece_before
@@ -53,7 +65,10 @@ def test_of_temperatures_that_noise_cannot_tell_apart_the_best_brier_score_is_ta
     for seed in range(10):
         rounds = synthetic(150, (1.0,), seed=seed)
         labels = rounds.labels(0)
-        scores = [np.square(survival(rounds, [t])[:, 0] - labels).mean() for t in grid]
+        scores = [
+            np.square(survival(rounds, Scaling.of_temperatures([t]))[:, 0] - labels).mean()
+            for t in grid
+        ]
         least = scores[np.argmin([error(rounds, [t], 0) for t in grid])]
         (fitted,) = fit_temperatures(rounds, grid)
         found = scores[[*grid].index(fitted)]
@@ -66,10 +81,76 @@ def test_positions_that_were_not_judged_do_not_count():
     judged = np.where(np.arange(6000) % 3 == 0, BLOCK, 1)
     part = synthetic(6000, OVER_CONFIDENT, judged=judged)
     only = part.select(part.judged_N == BLOCK)
-    first = fit_temperatures(part)[0]
-    fitted = fit_temperatures(only, np.array([[first], [0.5], [2.0]]))
-    assert fitted[0] == first
-    assert fit_temperatures(part, np.array([[first, first], [0.5, 4.0], [2.0, 9.0]]))[1] == 0.5
+    assert fit_scaling(part).offsets[1:].tolist() == fit_scaling(only).offsets[1:].tolist()
+    assert fit_scaling(part).offsets[0] != fit_scaling(only).offsets[0]
+    grid = np.array([0.5, 3.0])
+    assert fit_temperatures(part, grid).tolist() == fit_temperatures(only, grid).tolist()
+
+
+def test_a_head_too_sure_of_everything_is_corrected_by_an_offset_and_not_by_a_temperature():
+    """What drafting rounds do to a head that was trained at random positions."""
+    fitted, held_out = synthetic(20_000, shift=-1.0), synthetic(20_000, shift=-1.0, seed=1)
+    scaling, alone = fit_scaling(fitted), fit_temperatures(fitted)
+    assert scaling.offsets == pytest.approx([-1.0] * BLOCK, abs=0.1)
+    assert scaling.temperatures == pytest.approx([1.0] * BLOCK, rel=0.1)
+    for position in report(held_out, scaling, alone, seed=0, resamples=20):
+        assert position.ece_after < 3 * position.ece_floor
+    first = report(held_out, scaling, alone, seed=0, resamples=20)[0]
+    assert first.ece_temperature_alone > 5 * first.ece_after
+
+
+def test_a_scaling_is_the_likeliest_of_its_neighbours():
+    rounds = synthetic(500, (2.0, 0.7, 1.0), shift=-0.5)
+
+    def loss(scaling):
+        confidence = survival(rounds, scaling)
+        total = 0.0
+        for column in range(BLOCK):
+            reached = rounds.accepted_N >= column
+            before = confidence[reached, column - 1] if column else 1.0
+            chance, label = confidence[reached, column] / before, rounds.labels(column)[reached]
+            total -= np.log(np.where(label, chance, 1 - chance)).sum()
+        # The prior: two squared logits of (slope, offset) about the head as it is.
+        slopes = 1 / scaling.temperatures - 1
+        return total + 2 * (np.square(slopes) + np.square(scaling.offsets)).sum()
+
+    fitted = fit_scaling(rounds)
+    least = loss(fitted)
+    for name in ("temperatures", "offsets"):
+        for column in range(BLOCK):
+            for change in (-0.02, 0.02):
+                values = {n: getattr(fitted, n).copy() for n in ("temperatures", "offsets")}
+                values[name][column] += change
+                assert loss(Scaling(**values)) > least
+
+
+def test_few_rounds_leave_the_head_nearly_as_it_is():
+    rounds = synthetic(20, shift=-3.0)
+    fitted = fit_scaling(rounds.select(np.arange(20) < 2))
+    assert (np.abs(fitted.offsets) < 0.5).all()
+    assert (np.abs(fitted.temperatures - 1) < 0.7).all()
+
+
+def test_bounds_hold_and_the_offset_is_that_of_the_bounded_temperature():
+    rounds = synthetic(20_000, (4.0,), shift=-1.0)
+    least, most = Scaling([0.5], [-0.3]), Scaling([2.0], [0.3])
+    fitted = fit_scaling(rounds, least, most)
+    assert fitted.temperatures == pytest.approx([2.0])
+    assert fitted.offsets.tolist() == [-0.3]
+    bounded = fit_scaling(rounds, Scaling([2.0], [-5.0]), Scaling([2.0], [5.0]))
+    assert bounded.temperatures == pytest.approx([2.0])
+    (bias,) = survival(rounds, bounded).mean(0) - rounds.labels(0).mean()
+    assert bias == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_head_that_is_wrong_way_round_ends_at_the_flattest_temperature():
+    rounds = synthetic(5000)
+    turned = rounds.__class__(
+        -rounds.logits_NK, rounds.accepted_N, rounds.judged_N, rounds.prompts_N
+    )
+    fitted = fit_scaling(turned)
+    assert fitted.temperatures == pytest.approx([GRID[-1]] * BLOCK)
+    assert (np.abs(fitted.offsets) < MOST_OFFSET).all()
 
 
 def test_of_equal_temperatures_the_one_nearest_to_one_is_taken():
@@ -89,11 +170,11 @@ def test_too_few_rounds_are_refused_with_the_position_and_the_limit():
     with pytest.raises(DataError, match=r"position 3 has 10 .* at least 20"):
         check_enough(synthetic(100, judged=judged))
     with pytest.raises(DataError, match="position 1 has 5"):
-        report(synthetic(5), [1.0] * BLOCK, seed=0)
+        report(synthetic(5), HEAD, [1.0] * BLOCK, seed=0)
 
 
 def test_a_small_sample_says_how_little_it_says():
-    positions = report(synthetic(200, seed=2), [1.0] * BLOCK, seed=0, resamples=50)
+    positions = report(synthetic(200, seed=2), HEAD, [1.0] * BLOCK, seed=0, resamples=50)
     for position in positions:
         assert position.samples == 200
         assert position.ece_floor > 0.02
@@ -105,12 +186,12 @@ def test_a_position_without_any_acceptance_has_no_auc_and_no_interval_of_it():
     rejected = rounds.__class__(
         rounds.logits_NK, np.zeros(100, dtype=int), rounds.judged_N, rounds.prompts_N
     )
-    (first, *_) = report(rejected, [1.0] * BLOCK, seed=0, resamples=20)
+    (first, *_) = report(rejected, HEAD, [1.0] * BLOCK, seed=0, resamples=20)
     assert first.auc is None
     assert first.auc_ci95 is None
     assert first.accepted == 0
 
 
 def test_one_prompt_has_no_interval():
-    (first, *_) = report(synthetic(100, prompts=1), [1.0] * BLOCK, seed=0)
+    (first, *_) = report(synthetic(100, prompts=1), HEAD, [1.0] * BLOCK, seed=0)
     assert first.ece_after_ci95 is None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dspark.calibration.condition import CandidateSet, Condition
-from dspark.calibration.confidence import conditional_confidence
+from dspark.calibration.confidence import Scaling, conditional_confidence
 from dspark.calibration.serving import FixedCalibration, Snapshot, Uncalibrated
 from dspark.core.sampling import SamplingParams
 
@@ -17,8 +17,8 @@ def condition(**changes):
     return dataclasses.replace(Condition(candidates=64, draft_vocabulary=16384), **changes)
 
 
-WARM = np.array([2.0, 4.0])
-GREEDY = np.array([0.5, 0.25])
+WARM = Scaling([2.0, 4.0], [-0.5, 0.25])
+GREEDY = Scaling([0.5, 0.25], [0.0, 1.0])
 TABLE = {condition(): WARM, condition(temperature=0.0): GREEDY}
 LOGITS = np.array([[1.0, -2.0], [1.0, -2.0]])
 
@@ -53,7 +53,7 @@ def test_the_nearest_condition_is_used(sampling, nearest):
     assert found == condition(temperature={"sampled": 1.0, "greedy": 0.0}[nearest])
 
 
-def test_blocks_cut_short_take_the_temperatures_of_their_positions():
+def test_blocks_cut_short_take_what_their_positions_have():
     snapshot = Snapshot(0, PROPOSALS, TABLE)
     sampled, greedy = SamplingParams(), SamplingParams(temperature=0.0)
     short = snapshot.confidence(LOGITS[:, :1], [sampled, greedy])
@@ -71,7 +71,7 @@ def test_the_rule_counts_more_than_a_temperature_nearby():
     )
 
 
-def test_every_row_gets_the_temperatures_of_its_condition():
+def test_every_row_gets_the_scaling_of_its_condition():
     snapshot = Snapshot(0, PROPOSALS, TABLE)
     sampling = [SamplingParams(), SamplingParams(temperature=0.0)]
     confidence = snapshot.confidence(LOGITS, sampling)

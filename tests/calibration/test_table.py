@@ -4,12 +4,13 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
 from dspark.calibration.condition import Condition
 from dspark.calibration.export import export
 from dspark.calibration.report import report
-from dspark.calibration.scaling import fit_temperatures
+from dspark.calibration.scaling import fit_scaling, fit_temperatures
 from dspark.calibration.table import CalibrationTable, Entry, read_table, write_table
 from dspark.core.errors import CheckpointError, ConfigError
 from tests.calibration.synthetic import BLOCK, synthetic
@@ -20,11 +21,14 @@ GREEDY = dataclasses.replace(DEFAULT, temperature=0.0)
 
 def entry():
     rounds = synthetic(400, (2.0, 1.0, 0.5))
-    fitted = fit_temperatures(rounds)
+    scaling, alone = fit_scaling(rounds), fit_temperatures(rounds)
+    positions = report(rounds, scaling, alone, seed=0, resamples=20)
     return Entry(
-        temperatures=tuple(fitted.tolist()),
+        temperatures=tuple(scaling.temperatures.tolist()),
+        offsets=tuple(scaling.offsets.tolist()),
+        temperatures_alone=tuple(alone.tolist()),
         mean_survival=rounds.mean_survival,
-        positions=tuple(p.to_json() for p in report(rounds, fitted, seed=0, resamples=20)),
+        positions=tuple(position.to_json() for position in positions),
         rounds_fitted=400, rounds_held_out=400, prompts_fitted=20, prompts_held_out=20,
         command="dspark calibrate", data_sha256="d" * 64,
     )  # fmt: skip
@@ -51,6 +55,8 @@ def test_what_is_written_is_read(path):
     for condition in (GREEDY, DEFAULT):
         found = table.entries[condition]
         assert found.temperatures == ENTRY.temperatures
+        assert found.offsets == ENTRY.offsets
+        assert found.temperatures_alone == ENTRY.temperatures_alone
         assert [*map(dict, found.positions)] == json.loads(json.dumps([*ENTRY.positions]))
     assert [item.name for item in path.parent.iterdir()] == ["calibration.json"]
 
@@ -85,12 +91,15 @@ def test_a_calibration_of_another_drafter_is_refused(path, arguments, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format_version=2), "format_version must be 1"),
+        (lambda d: d.update(format_version=1), "format_version must be 2"),
         (lambda d: d.update(block_size="3"), "block_size must be a positive integer"),
         (lambda d: d.update(conditions=[]), "at least one entry"),
         (lambda d: d.pop("weights_sha256"), "weights_sha256"),
         (lambda d: d["conditions"].append(d["conditions"][0]), "is there twice"),
-        (lambda d: d["conditions"][0].update(temperatures=[1.0, 2.0]), "holds 2 temperatures"),
+        (lambda d: d["conditions"][0].update(temperatures=[1.0, 2.0]), "and 3 offsets"),
+        (lambda d: d["conditions"][0].update(temperatures_alone=[1.0]), "holds 1 temperatures"),
+        (lambda d: d["conditions"][0].update(offsets=[0.0, math.nan, 0.0]), "finite"),
+        (lambda d: d["conditions"][0].pop("offsets"), "offsets"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, 0.0, 1.0]), "must be positive"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, -2.0, 1.0]), "must be positive"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, "x", 1.0]), "not a calibration"),
@@ -123,10 +132,11 @@ def test_a_file_that_is_none_is_refused(path, text):
 
 def test_other_engines_shapes():
     sglang = export(ENTRY, "sglang", dataset="math")
-    assert sglang["temperatures"] == [*ENTRY.temperatures]
+    assert sglang["temperatures"] == [*ENTRY.temperatures_alone]
+    assert sglang["ece_after"] == np.mean([p["ece_temperature_alone"] for p in ENTRY.positions])
     assert {"dataset", "num_samples", "ece_before", "ece_after"} < sglang.keys()
     assert export(ENTRY, "tensorrt-llm", dataset="math") == {
-        "sts_temperatures": [*ENTRY.temperatures]
+        "sts_temperatures": [*ENTRY.temperatures_alone]
     }
     with pytest.raises(ConfigError, match="sglang or tensorrt-llm"):
         export(ENTRY, "vllm", dataset="math")

@@ -43,7 +43,17 @@ def test_calibrate(folder, capsys, monkeypatch):
     document = json.loads(captured.out.splitlines()[-1])
     assert [p["position"] for p in document["positions"]] == [*range(1, BLOCK + 1)]
     for position in document["positions"]:
-        for key in ("ece_before", "ece_after", "auc", "brier", "samples", "ece_floor", "bias"):
+        for key in (
+            "ece_before",
+            "ece_after",
+            "auc",
+            "brier",
+            "samples",
+            "ece_floor",
+            "bias",
+            "offset",
+            "ece_temperature_alone",
+        ):
             assert key in position
         assert 0 <= position["ece_after"] <= 1
     eces = [p["ece_after"] for p in document["positions"]]
@@ -53,7 +63,7 @@ def test_calibrate(folder, capsys, monkeypatch):
     assert written["positions"] == document["positions"]
     assert written["conditions"][0]["command"] == "dspark calibrate --samples 3"
     sglang = json.loads((folder / "draft" / "calibration.sglang.json").read_text())
-    assert sglang["temperatures"] == document["temperatures"]
+    assert sglang["temperatures"] == document["temperatures_alone"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = [line.split() for line in captured.out.splitlines()]
     first = document["positions"][0]

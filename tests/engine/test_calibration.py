@@ -1,9 +1,7 @@
 """What a calibration does to a round: survival is calibrated, by one snapshot, and recorded."""
 
-import numpy as np
-
 from dspark.calibration.condition import CandidateSet, Condition
-from dspark.calibration.confidence import conditional_confidence
+from dspark.calibration.confidence import Scaling, conditional_confidence
 from dspark.calibration.serving import FixedCalibration, Snapshot
 from dspark.core.sampling import SamplingParams
 from dspark.engine.config import EngineConfig
@@ -13,9 +11,13 @@ from dspark.scheduling.survival import survival_probabilities
 from tests.engine.setup import BLOCK, PROMPTS, collect, drafter, target
 
 PROPOSALS = CandidateSet(16, 97)
-TEMPERATURES = {
-    Condition(candidates=16, draft_vocabulary=97): np.array([2.0, 0.5, 1.0, 3.0]),
-    Condition(temperature=0.0, candidates=16, draft_vocabulary=97): np.array([1.0, 9.0, 0.2, 1.0]),
+SCALINGS = {
+    Condition(candidates=16, draft_vocabulary=97): Scaling(
+        [2.0, 0.5, 1.0, 3.0], [0.0, -0.5, 1.0, 0.2]
+    ),
+    Condition(temperature=0.0, candidates=16, draft_vocabulary=97): Scaling(
+        [1.0, 9.0, 0.2, 1.0], [0.3, 0.0, 0.0, -1.0]
+    ),
 }
 SAMPLING = [SamplingParams(max_new_tokens=9), SamplingParams(temperature=0.0, max_new_tokens=9)]
 
@@ -58,7 +60,7 @@ def run(calibration):
 
 
 def test_survival_is_calibrated_by_each_requests_condition_and_confidence_stays_raw():
-    engine, policy = run(FixedCalibration(TEMPERATURES, PROPOSALS))
+    engine, policy = run(FixedCalibration(SCALINGS, PROPOSALS))
     views = {view.step: view for view in policy.views if view.confidence_RK is not None}
     rounds = 0
     for step in engine.records:
@@ -67,8 +69,8 @@ def test_survival_is_calibrated_by_each_requests_condition_and_confidence_stays_
                 continue
             view = views[step.step]
             row = view.requests.index(record.request)
-            temperatures = list(TEMPERATURES.values())[record.request]
-            calibrated = conditional_confidence([record.confidence], temperatures)
+            scaling = list(SCALINGS.values())[record.request]
+            calibrated = conditional_confidence([record.confidence], scaling)
             assert view.survival_RK[row].tolist() == survival_probabilities(calibrated)[0].tolist()
             raw = conditional_confidence([record.confidence])
             assert view.confidence_RK[row].tolist() == raw[0].tolist()

@@ -1,6 +1,6 @@
-"""Law 1 with recalibration: temperatures that follow outcomes leave the law of the texts alone.
+"""Law 1 with recalibration: confidences that follow outcomes leave the law of the texts alone.
 
-The state of the rule is every finished round; temperatures come from `OnlineCalibration` itself,
+The state of the rule is every finished round; scalings come from `OnlineCalibration` itself,
 with a window of two rounds so that it refits within a text.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dspark.calibration.condition import CandidateSet
-from dspark.calibration.confidence import conditional_confidence
+from dspark.calibration.confidence import Scaling, conditional_confidence
 from dspark.calibration.online import OnlineCalibration, OnlineConfig
 from dspark.core.records import RoundRecord, StepRecord
 from dspark.core.sampling import SamplingParams
@@ -21,8 +21,10 @@ from tests.laws.toys import Toy
 
 LENGTH, BLOCK = 4, 2
 SAMPLING = SamplingParams()
-SPS = SpsCurve.from_points(range(1, 7), [1.5, 1.0, 0.69, 0.55, 0.52, 0.48])
-CONFIG = OnlineConfig(window=1, every=1, margin=-1.0, step=3.0, reach=9.0, least=1)
+SPS = SpsCurve.from_points(range(1, 7), [1.5, 1.1, 0.85, 0.7, 0.6, 0.52])
+CONFIG = OnlineConfig(
+    window=1, every=1, margin=-1.0, step=3.0, reach=9.0, offset_step=2.0, offset_reach=4.0, least=1
+)
 """Margin -1: every round with a verified position is taken for drift."""
 REQUESTS = [Request(Toy(vocab=2, block=BLOCK, seed=seed), SAMPLING) for seed in (18, 118)]
 
@@ -34,7 +36,7 @@ def logits(draft):
 
 
 @cache
-def temperatures(finished):
+def scaling(finished):
     """After these rounds (logits, admitted, accepted), in order."""
     calibration = OnlineCalibration({}, CandidateSet(2, 2), BLOCK, config=CONFIG)
     calibration.expect(SAMPLING)
@@ -45,16 +47,16 @@ def temperatures(finished):
         )  # fmt: skip
         step = StepRecord(step=0, batch_tokens=1, prefill_tokens=0, rounds=(record,))
         calibration.observe(step, {0: SAMPLING})
-    known = calibration.snapshot().temperatures
-    return (1.0,) * BLOCK if not known else tuple(next(iter(known.values())).tolist())
+    known = calibration.snapshot().scalings
+    return next(iter(known.values())) if known else Scaling.none(BLOCK)
 
 
 USED = set()
 
 
 def admit(finished, drafts):
-    own = temperatures(finished)
-    USED.add(own)
+    own = scaling(finished)
+    USED.add((*own.temperatures, *own.offsets))
     confidence_RK = conditional_confidence([logits(draft) for draft in drafts], own)
     limits = np.array([draft.max_admit for draft in drafts])
     return algorithm_1(np.cumprod(confidence_RK, axis=1), SPS, max_admit_R=limits).tolist()
@@ -97,7 +99,7 @@ def worst(admission):
 def test_recalibration_leaves_the_law_of_the_texts_alone():
     USED.clear()
     assert worst(recalibrated) < 1e-12
-    assert len(USED) > 2, "temperatures must have followed the outcomes"
+    assert len(USED) > 2, "scalings must have followed the outcomes"
 
 
 def test_mutation_recalibrating_on_the_round_that_is_decided():

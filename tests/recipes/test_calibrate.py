@@ -11,7 +11,7 @@ import pytest
 from dspark.calibration.condition import CandidateSet, Condition
 from dspark.calibration.online import OnlineCalibration
 from dspark.calibration.report import report
-from dspark.calibration.scaling import fit_temperatures
+from dspark.calibration.scaling import fit_scaling, fit_temperatures
 from dspark.calibration.serving import FixedCalibration, Uncalibrated
 from dspark.checkpoints.native import read_bundle, write_bundle
 from dspark.core.errors import CheckpointError, ConfigError, DataError
@@ -66,8 +66,11 @@ def test_the_stored_figures_are_what_the_code_makes_of_the_rounds(result, run, f
     assert len(texts) == 12
     fitted, held_out = split_halves(texts, BLOCK)
     stored = read_calibration(read_bundle(folder / "draft")).entries[result.condition]
-    assert stored.temperatures == tuple(fit_temperatures(fitted))
-    again = report(held_out, stored.temperatures, seed=0)
+    scaling = fit_scaling(fitted)
+    assert stored.temperatures == tuple(scaling.temperatures)
+    assert stored.offsets == tuple(scaling.offsets)
+    assert stored.temperatures_alone == tuple(fit_temperatures(fitted))
+    again = report(held_out, stored.scaling, stored.temperatures_alone, seed=0)
     assert json.loads(json.dumps([p.to_json() for p in again])) == [*stored.positions]
     assert again == result.positions
     assert stored.rounds_fitted == len(fitted) == result.entry.rounds_fitted
@@ -121,12 +124,13 @@ def test_conditions_lie_side_by_side_and_the_nearest_serves(llm, prompts, folder
 
     served = LLM(str(folder / "target"), draft=folder / "draft", weights="fp32", progress=Saying())
     assert isinstance(served.calibration, FixedCalibration)
-    temperatures = served.calibration.snapshot().temperatures
-    assert [*temperatures] == [
+    scalings = served.calibration.snapshot().scalings
+    assert [*scalings] == [
         Condition(candidates=64, draft_vocabulary=264),
         Condition(temperature=0.0, candidates=64, draft_vocabulary=264),
     ]
-    assert temperatures[result.condition].tolist() == [*result.entry.temperatures]
+    assert scalings[result.condition].temperatures.tolist() == [*result.entry.temperatures]
+    assert scalings[result.condition].offsets.tolist() == [*result.entry.offsets]
     assert any(line.startswith("calibration: rejection, temperature 1") for line in lines)
     served.start([[5, 6]], SamplingParams(temperature=0.9, max_new_tokens=2))
     assert "using the nearest: rejection, temperature 1" in lines[-1]
@@ -194,7 +198,7 @@ def test_the_candidate_set_is_what_a_slot_may_propose(folder):
 
 def test_other_engines_files_and_the_diagram(result, tmp_path):
     path = export_file(result, "sglang", tmp_path / "sts.json")
-    assert json.loads(path.read_text())["temperatures"] == [*result.entry.temperatures]
+    assert json.loads(path.read_text())["temperatures"] == [*result.entry.temperatures_alone]
     assert export_file(result, "tensorrt-llm", None).parent == result.path.parent
     draw(result, tmp_path / "reliability.svg")
     drawn = (tmp_path / "reliability.svg").read_text()

@@ -1,8 +1,8 @@
-"""Temperatures that follow what is served.
+"""A calibration that follows what is served.
 
 Served texts differ from those a drafter was calibrated on. Every verified position says how well
 its confidence was calibrated: rounds go into a sliding window a condition, and where the window
-shows more error than a perfect predictor would, temperatures are fitted again. A refit reads
+shows more error than a perfect predictor would, the scaling is fitted again. A refit reads
 finished rounds only, so it never anticipates (law 2), and a round keeps the snapshot that it began
 with.
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark.calibration.arrays import FloatArray
 from dspark.calibration.condition import CandidateSet, Condition
+from dspark.calibration.confidence import Scaling
 from dspark.calibration.metrics import expected_calibration_error, floor_of_ece
 from dspark.calibration.samples import Rounds
-from dspark.calibration.scaling import fit_temperatures, survival
+from dspark.calibration.scaling import fit_scaling, survival
 from dspark.calibration.serving import Snapshot
 from dspark.core.records import RoundRecord, StepRecord
 from dspark.core.sampling import SamplingParams
@@ -37,13 +37,17 @@ class OnlineConfig:
     """A refit changes a temperature at most by this factor."""
     reach: float = 4.0
     """All refits together change it at most by this factor."""
+    offset_step: float = 0.5
+    """A refit moves an offset at most so far, in logits."""
+    offset_reach: float = 2.0
+    """All refits together move it at most so far."""
     least: int = 1_000
     """Verified rounds in the window that a position needs to be refitted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refit:
-    """One change of temperatures while serving."""
+    """One change of the calibration while serving."""
 
     number: int
     """Of the snapshot that it made (`StepRecord.calibration`)."""
@@ -53,21 +57,22 @@ class Refit:
     drifted: tuple[int, ...]
     """Positions, from 1, that gave rise to it."""
     temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
     mean_ece_before: float
     """Over the positions refitted, in the window."""
     mean_ece_after: float
 
 
 class OnlineCalibration:
-    """A `Calibration` that begins with a bundle's temperatures and refits them by condition.
+    """A `Calibration` that begins with a bundle's scalings and refits them by condition.
 
-    temperatures: the bundle's; empty for an uncalibrated head.
-    say: is told of every refit, and of conditions served with the nearest one's temperatures.
+    scalings: the bundle's; empty for an uncalibrated head.
+    say: is told of every refit, and of conditions served with the nearest one's.
     """
 
     def __init__(
         self,
-        temperatures: Mapping[Condition, FloatArray],
+        scalings: Mapping[Condition, Scaling],
         proposals: CandidateSet,
         block_size: int,
         *,
@@ -76,12 +81,12 @@ class OnlineCalibration:
     ) -> None:
         self.config = config or OnlineConfig()
         self.refits: list[Refit] = []
-        self._bundle = dict(temperatures)
-        self._snapshot = Snapshot(0, proposals, dict(temperatures))
+        self._bundle = dict(scalings)
+        self._snapshot = Snapshot(0, proposals, dict(scalings))
         self._proposals = proposals
         self._block_size = block_size
         self._windows: dict[Condition, _Window] = {}
-        self._base: dict[Condition, FloatArray] = {}
+        self._base: dict[Condition, Scaling] = {}
         self._say = say
 
     def expect(self, sampling: SamplingParams) -> None:
@@ -90,7 +95,7 @@ class OnlineCalibration:
             return
         self._windows[wanted] = _Window(self.config.window, self._block_size)
         if not self._bundle:
-            self._base[wanted] = np.ones(self._block_size)
+            self._base[wanted] = Scaling.none(self._block_size)
             return
         nearest = Snapshot(0, self._proposals, self._bundle).nearest(wanted)
         self._base[wanted] = self._bundle[nearest]
@@ -118,20 +123,16 @@ class OnlineCalibration:
             return
         current = self._current(condition)
         part = rounds.first(depth)
-        drifted = self._drifted(part, current[:depth])
+        drifted = self._drifted(part, current.first(depth))
         if not drifted:
             return
-        factors = np.geomspace(1 / self.config.step, self.config.step, 21)
-        base = self._base[condition][:depth, None]
-        grids_KG = np.clip(
-            current[:depth, None] * factors, base / self.config.reach, base * self.config.reach
-        )
-        fitted = np.concatenate([fit_temperatures(part, grids_KG), current[depth:]])
-        before, after = _mean_ece(part, current[:depth]), _mean_ece(part, fitted[:depth])
+        bounds = self._bounds(current.first(depth), self._base[condition].first(depth))
+        fitted = _with_first(current, fit_scaling(part, *bounds))
+        before, after = (_mean_ece(part, own.first(depth)) for own in (current, fitted))
         if not after < before:
             return
         number = self._snapshot.number + 1
-        known = self._snapshot.temperatures or {}
+        known = self._snapshot.scalings or {}
         self._snapshot = Snapshot(number, self._proposals, {**known, condition: fitted})
         self.refits.append(
             Refit(
@@ -139,22 +140,38 @@ class OnlineCalibration:
                 condition=condition,
                 rounds=window.seen,
                 drifted=drifted,
-                temperatures=tuple(fitted.tolist()),
+                temperatures=tuple(fitted.temperatures.tolist()),
+                offsets=tuple(fitted.offsets.tolist()),
                 mean_ece_before=before,
                 mean_ece_after=after,
             )
         )
         self._say(
-            f"calibration drifted at positions {[*drifted]} ({condition}): temperatures refitted, "
-            f"mean ECE {before:.1%} to {after:.1%} over the last {len(rounds)} rounds"
+            f"calibration drifted at positions {[*drifted]} ({condition}): refitted, mean "
+            f" ECE {before:.1%} to {after:.1%} over the last {len(rounds)} rounds"
         )
 
-    def _current(self, condition: Condition) -> FloatArray:
-        known = self._snapshot.temperatures
+    def _current(self, condition: Condition) -> Scaling:
+        known = self._snapshot.scalings
         return known[self._snapshot.nearest(condition)] if known else self._base[condition]
 
-    def _drifted(self, rounds: Rounds, temperatures: FloatArray) -> tuple[int, ...]:
-        predictions_NK = survival(rounds, temperatures)
+    def _bounds(self, current: Scaling, base: Scaling) -> tuple[Scaling, Scaling]:
+        """What a refit may make of the current scaling, at least and at most."""
+        own = self.config
+        temperatures, offsets = current.temperatures, current.offsets
+        return (
+            Scaling(
+                np.maximum(temperatures / own.step, base.temperatures / own.reach),
+                np.maximum(offsets - own.offset_step, base.offsets - own.offset_reach),
+            ),
+            Scaling(
+                np.minimum(temperatures * own.step, base.temperatures * own.reach),
+                np.minimum(offsets + own.offset_step, base.offsets + own.offset_reach),
+            ),
+        )
+
+    def _drifted(self, rounds: Rounds, scaling: Scaling) -> tuple[int, ...]:
+        predictions_NK = survival(rounds, scaling)
         # The same draws each time: a look is a function of its window.
         generator = np.random.default_rng(0)
         positions = []
@@ -197,8 +214,17 @@ class _Window:
         )
 
 
-def _mean_ece(rounds: Rounds, temperatures: FloatArray) -> float:
-    predictions_NK = survival(rounds, temperatures)
+def _with_first(current: Scaling, fitted: Scaling) -> Scaling:
+    """`fitted` at its positions, and what there was behind them."""
+    depth = fitted.block_size
+    return Scaling(
+        np.concatenate([fitted.temperatures, current.temperatures[depth:]]),
+        np.concatenate([fitted.offsets, current.offsets[depth:]]),
+    )
+
+
+def _mean_ece(rounds: Rounds, scaling: Scaling) -> float:
+    predictions_NK = survival(rounds, scaling)
     errors = [
         expected_calibration_error(
             predictions_NK[rounds.counted(column), column],

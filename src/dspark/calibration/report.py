@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dspark.calibration.confidence import Scaling
 from dspark.calibration.metrics import Metrics, floor_of_ece, interval
 from dspark.calibration.samples import Rounds
 from dspark.calibration.scaling import check_enough, survival
@@ -25,6 +26,9 @@ class PositionReport:
     accepted: float
     """Share of them that accepted the prefix."""
     temperature: float
+    offset: float
+    ece_temperature_alone: float
+    """Under the temperatures fitted alone, the paper's calibration."""
     ece_before: float
     ece_before_ci95: Interval
     ece_after: float
@@ -49,16 +53,21 @@ class PositionReport:
 
 
 def report(
-    rounds: Rounds, temperatures: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES
+    rounds: Rounds,
+    scaling: Scaling,
+    temperatures_alone: npt.ArrayLike,
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
 ) -> tuple[PositionReport, ...]:
-    """Per position, how held-out `rounds` are predicted without and with these temperatures.
+    """Per position, how held-out `rounds` are predicted without and with this scaling.
 
     Without a "before" in its name a number is of the calibrated predictions.
     Raises DataError for fewer than `scaling.LEAST_ROUNDS` at a position.
     """
     check_enough(rounds)
-    values = np.asarray(temperatures, dtype=np.float64)
-    before_NK, after_NK = survival(rounds), survival(rounds, values)
+    before_NK, after_NK = survival(rounds), survival(rounds, scaling)
+    alone_NK = survival(rounds, Scaling.of_temperatures(temperatures_alone))
     generator = np.random.default_rng(seed)
     reports = []
     for column in range(rounds.block_size):
@@ -66,6 +75,7 @@ def report(
         labels, prompts = rounds.labels(column)[counted], rounds.prompts_N[counted]
         before = Metrics(before_NK[counted, column], labels, prompts)
         after = Metrics(after_NK[counted, column], labels, prompts)
+        alone = Metrics(alone_NK[counted, column], labels, prompts)
         floor = floor_of_ece(after_NK[counted, column], generator)
         weights = after.resampled(generator, resamples) if after.prompts > 1 else None
 
@@ -78,7 +88,9 @@ def report(
                 position=column + 1,
                 samples=int(counted.sum()),
                 accepted=float(labels.mean()),
-                temperature=float(values[column]),
+                temperature=float(scaling.temperatures[column]),
+                offset=float(scaling.offsets[column]),
+                ece_temperature_alone=float(alone.ece(alone.once)[0]),
                 ece_before=float(before.ece(before.once)[0]),
                 ece_before_ci95=spread(before.ece),
                 ece_after=float(after.ece(after.once)[0]),

@@ -9,19 +9,19 @@ import numpy.typing as npt
 
 from dspark.calibration.arrays import FloatArray
 from dspark.calibration.condition import CandidateSet, Condition
-from dspark.calibration.confidence import conditional_confidence
+from dspark.calibration.confidence import Scaling, conditional_confidence
 from dspark.core.records import StepRecord
 from dspark.core.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The temperatures of one moment. A round is scheduled with one snapshot from start to end."""
+    """The calibration of one moment. A round is scheduled with one snapshot from start to end."""
 
     number: int
     """0: what the bundle holds; one more for every refit while serving."""
     proposals: CandidateSet | None = None
-    temperatures: Mapping[Condition, FloatArray] | None = None
+    scalings: Mapping[Condition, Scaling] | None = None
     """[K] per condition, at least one; None is an uncalibrated head."""
 
     def confidence(
@@ -29,25 +29,25 @@ class Snapshot:
     ) -> FloatArray:
         """Calibrated conditional confidences c [R, K] of raw logits; `sampling` is the rows'.
 
-        Blocks cut short take the temperatures of their positions.
+        Blocks cut short take what their positions have.
         """
-        if not self.temperatures or not sampling:
+        if not self.scalings or not sampling:
             return conditional_confidence(logits_RK)
         assert self.proposals is not None
         wanted = [Condition.of(own, self.proposals) for own in sampling]
-        rows = [self.temperatures[self.nearest(condition)] for condition in wanted]
-        return conditional_confidence(logits_RK, np.array(rows)[:, : np.shape(logits_RK)[1]])
+        rows = Scaling.rows([self.scalings[self.nearest(condition)] for condition in wanted])
+        return conditional_confidence(logits_RK, rows.first(np.shape(logits_RK)[1]))
 
     def nearest(self, wanted: Condition) -> Condition:
-        """The condition whose temperatures serve the wanted one; the first of equals."""
-        assert self.temperatures
-        if wanted in self.temperatures:
+        """The condition whose scaling serves the wanted one; the first of equals."""
+        assert self.scalings
+        if wanted in self.scalings:
             return wanted
-        return min(self.temperatures, key=wanted.distance)
+        return min(self.scalings, key=wanted.distance)
 
 
 class Calibration(Protocol):
-    """Temperatures in service."""
+    """A calibration in service."""
 
     def expect(self, sampling: SamplingParams) -> None:
         """A request with these parameters will come."""
@@ -76,23 +76,23 @@ class Uncalibrated:
 
 
 class FixedCalibration:
-    """The temperatures of a bundle, unchanged.
+    """What a bundle holds, unchanged.
 
-    say: is told, once a condition, where a request is served with the nearest one's temperatures.
+    say: is told, once a condition, where a request is served with the nearest one's.
     """
 
     def __init__(
         self,
-        temperatures: Mapping[Condition, FloatArray],
+        scalings: Mapping[Condition, Scaling],
         proposals: CandidateSet,
         *,
         say: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        assert temperatures
-        self._snapshot = Snapshot(0, proposals, dict(temperatures))
+        assert scalings
+        self._snapshot = Snapshot(0, proposals, dict(scalings))
         self._proposals = proposals
         self._say = say
-        self._expected: set[Condition] = set(temperatures)
+        self._expected: set[Condition] = set(scalings)
 
     def expect(self, sampling: SamplingParams) -> None:
         wanted = Condition.of(sampling, self._proposals)

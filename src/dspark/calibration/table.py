@@ -1,4 +1,4 @@
-"""`calibration.json`: the temperatures that lie in a draft bundle, by condition."""
+"""`calibration.json`: what was fitted for a draft bundle, by condition."""
 
 import hashlib
 import json
@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from dspark.calibration.arrays import FloatArray
 from dspark.calibration.condition import CandidateSet, Condition
-from dspark.calibration.confidence import checked_temperatures
+from dspark.calibration.confidence import Scaling, check_block_size
 from dspark.core.errors import CheckpointError, ConfigError
 from dspark.core.sampling import SamplingParams
 
 FILE = "calibration.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: offsets beside the temperatures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,10 @@ class Entry:
     """What was fitted for one condition."""
 
     temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
+    """[K], what the engine uses together with the temperatures (`confidence.Scaling`)."""
+    temperatures_alone: tuple[float, ...]
+    """[K], the paper's calibration: for engines without offsets."""
     mean_survival: tuple[float, ...]
     """[K] shares of prefixes accepted: what to expect of a request that nothing is known of."""
     positions: tuple[dict[str, Any], ...]
@@ -38,6 +42,10 @@ class Entry:
     data_sha256: str
     """Of the rounds that it was fitted and measured on."""
 
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(np.array(self.temperatures), np.array(self.offsets))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationTable:
@@ -49,9 +57,9 @@ class CalibrationTable:
     entries: Mapping[Condition, Entry] = field(default_factory=dict)
 
     @property
-    def temperatures(self) -> dict[Condition, FloatArray]:
+    def scalings(self) -> dict[Condition, Scaling]:
         """[K] per condition."""
-        return {c: np.array(entry.temperatures) for c, entry in self.entries.items()}
+        return {condition: entry.scaling for condition, entry in self.entries.items()}
 
     def with_entry(self, condition: Condition, entry: Entry) -> "CalibrationTable":
         """This table, with one condition added or replaced."""
@@ -163,7 +171,8 @@ def _parse_condition(record: Any, block_size: int) -> tuple[Condition, Entry]:
         verification=record["rule"], **{key: record[key] for key in own[1:-2]}
     )
     condition = Condition.of(sampling, proposals)
-    checked_temperatures(entry.temperatures, block_size=block_size)
+    check_block_size(entry.scaling, block_size)
+    check_block_size(Scaling.of_temperatures(entry.temperatures_alone), block_size)
     survival = np.asarray(entry.mean_survival, dtype=np.float64)
     if survival.shape != (block_size,) or not ((survival >= 0) & (survival <= 1)).all():
         raise ValueError(f"mean_survival must hold {block_size} shares")

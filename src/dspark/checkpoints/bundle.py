@@ -19,6 +19,11 @@ SLOT_CONVENTION = "anchor-first"
 proposals. Mixing this up with DFlash's other convention leaves an accepted length of about 1."""
 
 
+CANDIDATES = 256
+"""Tokens per slot that are sampled from, unless a bundle says otherwise. Fewer cost acceptance at
+temperature 1 (64 a tenth of the first slot's, docs/log.md) and save nothing to be seen."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleInfo:
     """The `dspark` block of `config.json`."""
@@ -29,7 +34,7 @@ class BundleInfo:
     """The target's, as in `Binding.embedding_hash`."""
     target_revision: str | None = None
     chat_template_hash: str | None = None
-    candidates: int = 64
+    candidates: int = CANDIDATES
     """Draft candidates per slot to serve with; 0 is the full (draft) vocabulary."""
     draft_vocabulary: int | None = None
     """Number of token ids in `draft_tokens.safetensors`; None when all may be proposed."""
@@ -100,7 +105,7 @@ class Bundle:
 
     @property
     def candidates(self) -> int:
-        return 64 if self.info is None else self.info.candidates
+        return CANDIDATES if self.info is None else self.info.candidates
 
     def model(self) -> DraftModel:
         """A float32 model with these weights."""

@@ -44,7 +44,7 @@ def calibrate(
         str | None,
         typer.Option(
             "--format",
-            help="Also write the temperatures for sglang or tensorrt-llm.",
+            help="Also write the temperatures alone for sglang or tensorrt-llm.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def calibrate(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Fit the bundle's confidence temperatures on half of the prompts, report on the other half."""
+    """Fit the bundle's confidences on half of the prompts, report on the other half."""
     from dspark.recipes.calibrate import calibrate as fit
     from dspark.recipes.calibrate import check_files, draw, export_file
     from dspark.recipes.llm import LLM
@@ -119,7 +119,8 @@ def calibrate(
 
 def report(result: "CalibrationResult") -> str:
     """The result for people."""
-    header = ["position", "rounds", "accepted", "temperature", "ECE before", "ECE after",
+    header = ["position", "rounds", "accepted", "temperature", "offset",
+              "ECE before", "temperature alone", "ECE after",
               "95% interval", "floor", "AUC", "Brier", "bias"]  # fmt: skip
     rows = [
         [
@@ -127,7 +128,9 @@ def report(result: "CalibrationResult") -> str:
             str(p.samples),
             f"{p.accepted:.1%}",
             f"{p.temperature:.2f}",
+            f"{p.offset:+.2f}",
             f"{p.ece_before:.1%}",
+            f"{p.ece_temperature_alone:.1%}",
             f"{p.ece_after:.1%}",
             "-" if p.ece_after_ci95 is None else "{:.1%} to {:.1%}".format(*p.ece_after_ci95),
             f"{p.ece_floor:.1%}",
@@ -145,7 +148,8 @@ def report(result: "CalibrationResult") -> str:
         "",
         table(header, rows),
         "",
-        f"mean ECE {result.mean_ece_before:.1%} before, {result.mean_ece_after:.1%} after; a "
+        f"mean ECE {result.mean_ece_before:.1%} before, {result.mean_ece_temperature_alone:.1%} "
+        f"with a temperature alone, {result.mean_ece_after:.1%} with an offset beside it; a "
         f"perfect predictor would show {result.mean_ece_floor:.1%} on as many rounds.",
         *(f"note: {remark}" for remark in result.remarks),
         f"written to {result.path}",

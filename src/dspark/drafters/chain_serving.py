@@ -36,7 +36,7 @@ class ChainDrafter:
         model: ChainModel,
         binding: Binding,
         *,
-        candidates: int = 64,
+        candidates: int = 0,
         draft_token_ids: Tensor | None = None,
         linear_factory: LinearFactory = plain_linear,
         clock: Callable[[], float] = time.perf_counter,

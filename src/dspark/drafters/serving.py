@@ -61,7 +61,7 @@ class DSparkDrafter:
         model: DSparkModel,
         binding: Binding,
         *,
-        candidates: int = 64,
+        candidates: int = 0,
         draft_token_ids: Tensor | None = None,
         linear_factory: LinearFactory = plain_linear,
         clock: Callable[[], float] = time.perf_counter,

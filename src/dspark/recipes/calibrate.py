@@ -1,4 +1,4 @@
-"""`dspark calibrate`: confidence temperatures from full-length rounds, and what they are worth."""
+"""`dspark calibrate`: a scaling of confidences from full-length rounds, and what it is worth."""
 
 import difflib
 import hashlib
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dspark.calibration.condition import Condition
+from dspark.calibration.confidence import Scaling
 from dspark.calibration.curves import ReliabilityCurve, reliability_curve
 from dspark.calibration.export import FORMATS, export
 from dspark.calibration.report import PositionReport, report
@@ -20,6 +21,7 @@ from dspark.calibration.scaling import (
     FEW_ROUNDS,
     GRID,
     check_enough,
+    fit_scaling,
     fit_temperatures,
     survival,
 )
@@ -70,6 +72,10 @@ class CalibrationResult:
         return float(np.mean([position.ece_after for position in self.positions]))
 
     @property
+    def mean_ece_temperature_alone(self) -> float:
+        return float(np.mean([position.ece_temperature_alone for position in self.positions]))
+
+    @property
     def mean_ece_floor(self) -> float:
         return float(np.mean([position.ece_floor for position in self.positions]))
 
@@ -78,8 +84,11 @@ class CalibrationResult:
             "positions": [position.to_json() for position in self.positions],
             "mean_ece_before": self.mean_ece_before,
             "mean_ece_after": self.mean_ece_after,
+            "mean_ece_temperature_alone": self.mean_ece_temperature_alone,
             "mean_ece_floor": self.mean_ece_floor,
             "temperatures": [*self.entry.temperatures],
+            "offsets": [*self.entry.offsets],
+            "temperatures_alone": [*self.entry.temperatures_alone],
             "condition": self.condition.to_json(),
             "rounds_fitted": self.entry.rounds_fitted,
             "rounds_held_out": self.entry.rounds_held_out,
@@ -118,7 +127,7 @@ def calibrate(
     run: Path | None = None,
     progress: Progress | None = None,
 ) -> CalibrationResult:
-    """Fits temperatures for the condition of `sampling` on every other prompt, reports on the rest,
+    """Fits a scaling for the condition of `sampling` on every other prompt, reports on the rest,
     and writes both into the bundle, beside its other conditions.
 
     Rounds verify whole blocks, as fits need; `llm.max_requests` texts are written at once.
@@ -145,10 +154,12 @@ def calibrate(
 
     fitted, held_out = split_halves(texts, bundle.config.block_size)
     check_enough(fitted)
-    temperatures = fit_temperatures(fitted)
-    positions = report(held_out, temperatures, seed=seed)
+    scaling, temperatures_alone = fit_scaling(fitted), fit_temperatures(fitted)
+    positions = report(held_out, scaling, temperatures_alone, seed=seed)
     entry = Entry(
-        temperatures=tuple(temperatures.tolist()),
+        temperatures=tuple(scaling.temperatures.tolist()),
+        offsets=tuple(scaling.offsets.tolist()),
+        temperatures_alone=tuple(temperatures_alone.tolist()),
         mean_survival=tuple(share or 0.0 for share in fitted.mean_survival),
         positions=tuple(position.to_json() for position in positions),
         rounds_fitted=len(fitted),
@@ -164,7 +175,7 @@ def calibrate(
         condition=condition,
         entry=entry,
         positions=positions,
-        curves=_curves(held_out, entry.temperatures),
+        curves=_curves(held_out, scaling),
         remarks=_remarks(positions),
         path=path,
     )
@@ -230,7 +241,7 @@ def collect(
     config = EngineConfig.for_requests(
         (len(job.prompt) + job.params.max_new_tokens for _, job in missing),
         max_requests=llm.max_requests,
-        row_exact=True,
+        row_exact=False,  # many texts are measured: which batch rounded which row is no bias
     )
     engine = Engine(llm.loaded.target, llm.drafter, FixedLength(block_size), config)
     for _, job in missing:
@@ -290,9 +301,9 @@ def _table(bundle: Bundle, weights_sha256: str, say: Callable[[str], None]) -> C
 
 
 def _curves(
-    rounds: Rounds, temperatures: Sequence[float]
+    rounds: Rounds, scaling: Scaling
 ) -> tuple[tuple[ReliabilityCurve, ReliabilityCurve], ...]:
-    predictions = [survival(rounds), survival(rounds, temperatures)]
+    predictions = [survival(rounds), survival(rounds, scaling)]
     pairs = []
     for column in range(rounds.block_size):
         counted, labels = rounds.counted(column), rounds.labels(column)
@@ -313,7 +324,7 @@ def _remarks(positions: Sequence[PositionReport]) -> tuple[str, ...]:
             f"predictor would show an ECE of {least.ece_floor:.1%} there; more prompts, --samples "
             "or --max-new-tokens narrow it"
         )
-    edges = [p.position for p in positions if p.temperature in (GRID[0], GRID[-1])]
+    edges = [p.position for p in positions if np.isclose(p.temperature, [GRID[0], GRID[-1]]).any()]
     if edges:
         remarks.append(
             f"the temperatures of positions {edges} are at the edge of what is tried, "

@@ -40,8 +40,7 @@ def serving_calibration(
 ) -> Calibration:
     """What an engine takes. `say` is told what it is, of every substitute condition and refit.
 
-    draft_length: tokens of a served block, whose positions keep their temperatures; None is all.
-
+    draft_length: tokens of a served block, whose positions keep theirs; None is all.
     recalibrate: follow what is served; ConfigError without a confidence head.
     """
     if not bundle.config.has_confidence:
@@ -61,10 +60,10 @@ def serving_calibration(
     else:
         say(f"calibration: {'; '.join(str(condition) for condition in table.entries)}")
     length = min(draft_length or bundle.config.block_size, bundle.config.block_size)
-    whole = {} if table is None else table.temperatures
-    temperatures = {condition: values[:length] for condition, values in whole.items()}
+    whole = {} if table is None else table.scalings
+    scalings = {condition: own.first(length) for condition, own in whole.items()}
     if recalibrate:
-        return OnlineCalibration(temperatures, candidate_set(bundle), length, say=say)
-    if not temperatures:
+        return OnlineCalibration(scalings, candidate_set(bundle), length, say=say)
+    if not scalings:
         return Uncalibrated()
-    return FixedCalibration(temperatures, candidate_set(bundle), say=say)
+    return FixedCalibration(scalings, candidate_set(bundle), say=say)

@@ -4,6 +4,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
+from dspark.checkpoints.bundle import CANDIDATES
 from dspark.core.errors import ConfigError
 from dspark.drafters.config import DraftConfig, DSparkConfig, Eagle3Config, MtpConfig
 from dspark.nn.seams import Binding
@@ -27,7 +28,7 @@ class DraftShape:
     """Of dspark's sequential head."""
     taps: int = 5
     """mtp reads the last layer only."""
-    candidates: int = 64
+    candidates: int = CANDIDATES
     draft_vocabulary: int | None = None
     """Propose only this many tokens, those most frequent in the responses; None proposes any."""
 

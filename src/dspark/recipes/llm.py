@@ -50,7 +50,7 @@ class LLM:
     threads: CPU threads for torch; None leaves torch's own choice.
     max_requests: how many prompts decode at once; more wait.
     calibrated: use the bundle's `calibration.json`; False only to measure the head as it is.
-    recalibrate: refit confidence temperatures to what is served (`calibration.online`), and verify
+    recalibrate: refit confidences to what is served (`calibration.online`), and verify
         one round in a hundred whole for it.
     pipeline: write texts in a thread of its own while the next step computes (`EngineConfig`).
     progress: where start-up lines go; silent by default.
