@@ -126,11 +126,13 @@ def test_conditions_lie_side_by_side_and_the_nearest_serves(llm, prompts, folder
     assert isinstance(served.calibration, FixedCalibration)
     scalings = served.calibration.snapshot().scalings
     assert [*scalings] == [
-        Condition(candidates=64, draft_vocabulary=264),
-        Condition(temperature=0.0, candidates=64, draft_vocabulary=264),
+        Condition(candidates=256, draft_vocabulary=264),
+        Condition(temperature=0.0, candidates=256, draft_vocabulary=264),
     ]
-    assert scalings[result.condition].temperatures.tolist() == [*result.entry.temperatures]
-    assert scalings[result.condition].offsets.tolist() == [*result.entry.offsets]
+    served_with = scalings[result.condition]
+    # The resumed run above fitted it again, on logits rounded in other batches.
+    assert served_with.temperatures == pytest.approx([*result.entry.temperatures], rel=1e-4)
+    assert served_with.offsets == pytest.approx([*result.entry.offsets], abs=1e-4)
     assert any(line.startswith("calibration: rejection, temperature 1") for line in lines)
     served.start([[5, 6]], SamplingParams(temperature=0.9, max_new_tokens=2))
     assert "using the nearest: rejection, temperature 1" in lines[-1]
@@ -191,7 +193,7 @@ def test_few_rounds_are_said(result):
 
 def test_the_candidate_set_is_what_a_slot_may_propose(folder):
     bundle = read_bundle(folder / "draft")
-    assert candidate_set(bundle) == CandidateSet(64, 264)
+    assert candidate_set(bundle) == CandidateSet(256, 264)
     info = dataclasses.replace(bundle.info, candidates=0)
     assert candidate_set(dataclasses.replace(bundle, info=info)) == CandidateSet(264, 264)
 
@@ -237,7 +239,7 @@ def test_recalibration_is_off_unless_asked_for_and_probes(folder, result, tmp_pa
     assert isinstance(llm.calibration, OnlineCalibration)
     assert isinstance(llm.policy, Probing)
     assert llm.policy.name == "fixed:1"
-    generation = llm.start([[5, 6, 7]] * 3, SamplingParams(max_new_tokens=150, ignore_eos=True))
+    generation = llm.start([[5, 6, 7]] * 3, SamplingParams(max_new_tokens=240, ignore_eos=True))
     generation.run()
     rounds = [record for step in generation.records for record in step.rounds]
     lengths = {record.admitted for record in rounds}
