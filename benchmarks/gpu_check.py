@@ -19,7 +19,7 @@ import argparse
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -186,16 +186,19 @@ def free_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
 
 
-def draft_latency(bench: Bench, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row for each draft length and drafter, and what was left out."""
-    size, left_out = bench.size, []
+def draft_latency(bench: Bench, repeats: int) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """A row for each draft length; contexts that were skipped; backbones that ran eagerly in the
+    captured form."""
+    size = bench.size
+    skipped: list[str] = []
+    eagerly: list[str] = []
     found: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
     apart: dict[tuple[int, str], Apart] = {}
     for context in size.contexts:
         # The paper's largest context also wants room for logits and temporaries.
         needs = max(1.15 * bench.bytes_needed(size.batch, context), 100e9 if context >= 4096 else 0)
         if needs > free_bytes(bench.target.device):
-            left_out.append(f"context {context}: needs about {needs / 1e9:.0f} GB free")
+            skipped.append(f"context {context}: needs about {needs / 1e9:.0f} GB free")
             continue
         for length in size.lengths:
             for name, markov in (("dspark", True), ("dflash", False)):
@@ -205,10 +208,7 @@ def draft_latency(bench: Bench, repeats: int) -> tuple[list[dict[str, Any]], lis
                     engine = bench.engine(drafter, FixedLength(length), size.batch, context)
                     if form == "captured":
                         if not captured.captures([state.table for state in engine.running]):
-                            left_out.append(
-                                f"context {context}, length {length}: {name}'s backbone runs "
-                                f"eagerly, for there is too much to copy"
-                            )
+                            eagerly.append(f"{name}'s backbone, {context} + {length} tokens")
                         if (length, name) not in apart:
                             apart[length, name] = how_far_apart(engine, eager)
                             check(apart[length, name], bench.dtype)
@@ -240,7 +240,7 @@ def draft_latency(bench: Bench, repeats: int) -> tuple[list[dict[str, Any]], lis
             row[f"{name}_same_tokens"] = apart[length, name].same_tokens
             row[f"{name}_probs_apart"] = apart[length, name].probs
         rows.append(row)
-    return rows, left_out
+    return rows, skipped, eagerly
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,11 +307,11 @@ def steps_a_second(bench: Bench, repeats: int) -> dict[int, float]:
     return found
 
 
-def table(rows: Sequence[dict[str, Any]], skipped: Sequence[str], sps: dict[int, float]) -> str:
+def table(result: dict[str, Any]) -> str:
     lines = [
-        "draft length   draft      DSpark ms (draft)   DFlash ms (draft)   DSpark costs more by"
+        "draft length   form       DSpark ms (draft)   DFlash ms (draft)   DSpark costs more by"
     ]
-    for row in rows:
+    for row in result["latency"]:
         for form in ("eager", "captured"):
             both = "   ".join(
                 f"{row[f'{name}_{form}_ms']:8.2f} ({row[f'{name}_{form}_draft_ms']:6.2f})"
@@ -324,9 +324,12 @@ def table(rows: Sequence[dict[str, Any]], skipped: Sequence[str], sps: dict[int,
             f"{'':12}   tokens drafted alike: DSpark {row['dspark_same_tokens']:.1%}, DFlash "
             f"{row['dflash_same_tokens']:.1%}"
         )
-    lines += [f"skipped {what}" for what in skipped]
+    if result["captured_by"] == "recorder":
+        lines.append("captured by a recorder: its results count, its times do not")
+    lines += [f"skipped {what}" for what in result["skipped"]]
+    lines += [f"not captured, for there is too much to copy: {w}" for w in result["not_captured"]]
     lines += ["", "tokens   steps a second"]
-    lines += [f"{tokens:6}   {rate:.2f}" for tokens, rate in sps.items()]
+    lines += [f"{tokens:6}   {rate:.2f}" for tokens, rate in result["steps_a_second"].items()]
     return "\n".join(lines)
 
 
@@ -342,17 +345,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     check_device(args.device)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     bench = Bench(TINY if args.tiny else QWEN3_4B, args.device, dtype)
-    rows, skipped = draft_latency(bench, args.repeats)
+    rows, skipped, eagerly = draft_latency(bench, args.repeats)
     sps = steps_a_second(bench, args.repeats)
-    print(table(rows, skipped, sps))
     device = bench.target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     result = {
         "device": name, "dtype": args.dtype, "torch": torch.__version__, "tiny": args.tiny,
         "batch": bench.size.batch, "contexts": [*bench.size.contexts], "latency": rows,
-        "skipped": skipped, "steps_a_second": sps,
+        "skipped": skipped, "not_captured": eagerly, "steps_a_second": sps,
         "captured_by": "CUDA graphs" if device.type == "cuda" else "recorder",
     }  # fmt: skip
+    print(table(result))
     return result
 
 

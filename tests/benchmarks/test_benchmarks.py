@@ -345,7 +345,22 @@ def test_gpu_check_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "DSpark costs more by" in out and "steps a second" in out
     assert "tokens drafted alike: DSpark 100.0%, DFlash 100.0%" in out
-    assert result["captured_by"] == "recorder"
+    assert result["captured_by"] == "recorder" and result["not_captured"] == []
+    assert "captured by a recorder: its results count, its times do not" in out
+
+
+def test_gpu_check_says_what_it_did_not_capture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu_check
+
+    monkeypatch.setattr(captured, "MOST_KEYS", 1)
+    result = gpu_check.main(["--device", "cpu", "--tiny", "--dtype", "fp32", "--repeats", "1"])
+    assert result["not_captured"][:2] == [
+        "dspark's backbone, 16 + 2 tokens", "dflash's backbone, 16 + 2 tokens"
+    ]  # fmt: skip
+    assert len(result["not_captured"]) == 8
+    assert "too much to copy: dflash's backbone, 40 + 4 tokens" in capsys.readouterr().out
 
 
 def test_gpu_check_tells_a_captured_draft_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
