@@ -7,16 +7,15 @@ import torch
 from torch.nn import functional as F
 
 from dspark.core.errors import ConfigError
-from dspark.nn import linear
+from dspark.nn import exact_rows, linear
+from dspark.nn.exact_rows import ExactRows, run_exact
 from dspark.nn.linear import (
     KINDS,
-    ExactRows,
     PackedLinear,
     RowMode,
     best_kind,
     check_kind,
     measure_exact_rows,
-    run_exact,
 )
 
 # Largest error of a product, relative to the root mean square of the exact result.
@@ -60,20 +59,22 @@ def test_no_rows_at_all(kind, on):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (120, 97)])
-def test_measured_counts_hold_for_other_data(kind, inputs, outputs):
-    exact = measure_exact_rows(available(kind), inputs, outputs)
+def test_measured_counts_hold_for_other_data(kind, prompts, inputs, outputs):
+    exact = measure_exact_rows(available(kind), inputs, outputs, prompts=prompts)
     if exact is None:
         pytest.skip(f"{kind} has no exact row counts on this machine")
     kernel = PackedLinear(random(outputs, inputs), None, kind, RowMode()).kernel
     # Rows and columns of very different sizes, so that any other order of a sum shows.
-    x = random(150, inputs, seed=1) * torch.exp(2 * random(150, 1, seed=2))
+    most = 600 if prompts else 150
+    x = random(most, inputs, seed=1) * torch.exp(2 * random(most, 1, seed=2))
     x = x * torch.exp(random(1, inputs, seed=3))
     whole = run_exact(kernel, x, exact)
     generator = torch.Generator().manual_seed(4)
-    for _ in range(60):
-        count = int(torch.randint(1, 100, (1,), generator=generator))
-        start = int(torch.randint(0, 150 - count, (1,), generator=generator))
+    for _ in range(20 if prompts else 60):
+        count = int(torch.randint(1, most * 2 // 3, (1,), generator=generator))
+        start = int(torch.randint(0, most - count, (1,), generator=generator))
         piece = run_exact(kernel, x[start : start + count].contiguous(), exact)
         assert torch.equal(piece, whole[start : start + count]), (start, count)
 
@@ -85,7 +86,7 @@ def off_by_an_ulp(y):
 @pytest.mark.parametrize(
     ("rounds_otherwise", "exact"),
     [
-        (lambda count: count in (1, 2, 7, 31), set(linear._PROBED_COUNTS) - {1, 2, 7, 31}),
+        (lambda count: count in (1, 2, 7, 31), set(exact_rows._COUNTS) - {1, 2, 7, 31}),
         (lambda count: count > 20, set(range(1, 21))),
         (lambda count: count != 8, {8}),
     ],
@@ -132,6 +133,42 @@ def test_another_order_of_summation_is_caught(monkeypatch):
     assert all(count % 2 == 0 for count in measured.counts)
 
 
+def two_ways(border):
+    """A kernel that sums more than `border` rows in another order, as oneDNN's does."""
+
+    def build(weight):
+        def kernel(x):
+            y = (x.double() @ weight.T.double()).float()
+            return off_by_an_ulp(y) if len(x) > border else y
+
+        return kernel
+
+    return build
+
+
+@pytest.mark.parametrize("border", [32, 600])
+def test_prompts_take_the_counts_that_cut_them_least(monkeypatch, border):
+    monkeypatch.setitem(linear._BUILDERS, "fp32", two_ways(border))
+    few, many = (measure_exact_rows("fp32", 32, 16, prompts=p) for p in (False, True))
+    assert few.counts[-1] == min(border, 256)
+    assert many.counts[-1] == 512
+    assert many.serves_few == (border == 600)
+    assert [padded for _, padded in many.cut(512)] == [512]
+    assert len(many.cut(200)) == 1
+
+
+@pytest.mark.parametrize("counts", [(8,), (3, 6), (40, 48, 64, 128), (*range(1, 33), 512)])
+def test_cuts_cover_all_rows_and_pad_little(counts):
+    exact = ExactRows(counts)
+    for rows in range(1, 700):
+        calls = exact.cut(rows)
+        assert sum(length for length, _ in calls) == rows
+        assert all(length <= padded and padded in counts for length, padded in calls)
+        assert all(length == padded for length, padded in calls[:-1])
+        last, padded = calls[-1]
+        assert padded - last <= max(8, last / 8) or padded == counts[0]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 13, 25])
 def test_run_exact_tiles_and_pads(rows):
     seen = []
@@ -171,6 +208,25 @@ def test_each_of_two_kernels_keeps_to_its_own_row_counts():
     layer.exact_rows, layer.exact_prompt_rows = ExactRows((4,)), ExactRows((5,))
     layer(random(10, 32))
     assert seen == {"kernel": [4], "prompt_kernel": [5, 5]}
+
+
+@pytest.mark.parametrize(
+    ("exact", "counts", "expected"),
+    [
+        (True, ExactRows((6,)), [4, 6, 6]),
+        (True, None, [4, 4, 4]),  # the class of other rows serves prompts, too
+        (False, ExactRows((6,)), [10]),
+    ],
+)
+def test_prompts_may_take_other_row_counts_of_the_same_kernel(exact, counts, expected):
+    mode = RowMode(exact=exact, prompt_from=3)
+    layer = PackedLinear(random(8, 32), None, "fp32", mode)
+    seen, kernel = [], layer.kernel
+    layer.kernel = layer.prompt_kernel = lambda x: (seen.append(len(x)), kernel(x))[1]
+    layer.exact_rows, layer.exact_prompt_rows = ExactRows((4,)), counts
+    x = random(10, 32)
+    torch.testing.assert_close(layer(x), F.linear(x, random(8, 32)))
+    assert seen == expected
 
 
 def test_what_a_machine_cannot_run_names_the_remedy(monkeypatch):

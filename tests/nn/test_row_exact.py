@@ -9,11 +9,11 @@ from dspark.nn.linear import RowMode
 from dspark.nn.row_exact import RowActivation, RowByRow, by_rows
 
 
-@pytest.fixture
-def five_threads():
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
     before = torch.get_num_threads()
-    torch.set_num_threads(5)
-    yield
+    torch.set_num_threads(request.param)
+    yield request.param
     torch.set_num_threads(before)
 
 
@@ -21,14 +21,39 @@ def gelu_tanh(x):
     return F.gelu(x, approximate="tanh")
 
 
-@pytest.mark.parametrize("width", [64, 1000, 1536])
+@pytest.mark.parametrize("width", [64, 1000, 1536, 20032])
 @pytest.mark.parametrize("function", [F.silu, gelu_tanh, torch.sigmoid])
-def test_rows_are_exact(five_threads, function, width):
-    x = 3 * torch.randn(100, width, generator=torch.Generator().manual_seed(0))
+def test_rows_are_exact(threads, function, width):
+    most = 40 if width > 2000 else 400
+    x = 3 * torch.randn(most, width, generator=torch.Generator().manual_seed(0))
     alone = torch.cat([by_rows(function, row[None]) for row in x])
-    for count in (2, 3, 7, 21, 22, 43, 100):
-        assert torch.equal(by_rows(function, x[:count]), alone[:count])
+    for count in (2, 3, 7, 21, 22, 43, 100, 111, 214, 399, 400):
+        if count <= most:
+            assert torch.equal(by_rows(function, x[:count]), alone[:count]), count
     torch.testing.assert_close(alone, function(x))
+
+
+def test_rows_of_a_wider_tensor_are_exact(threads):
+    """As gate and up of one product are."""
+    x = 3 * torch.randn(300, 3072, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gate = x[:, :1536]
+    alone = torch.cat([by_rows(F.silu, row[None].contiguous()) for row in gate])
+    for count in (3, 64, 107, 300):
+        assert torch.equal(by_rows(F.silu, gate[:count]), alone[:count]), count
+
+
+def test_a_prompt_takes_few_calls(threads):
+    """Pieces that no more than the threads' shares ask for."""
+    seen = []
+    x = torch.randn(256, 1536)
+    by_rows(lambda rows: (seen.append(len(rows)), rows)[1], x)
+    assert sum(seen) == 256
+    assert seen == ([256] if threads < 5 else [255, 1])
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_hardly_any_rows(threads, rows):
+    assert by_rows(F.silu, torch.randn(rows, 100)).shape == (rows, 100)
 
 
 def test_several_tensors_are_cut_alike():

@@ -26,7 +26,10 @@ def tiny_target(model_type: str, *, allow_fast: bool = True, **overrides: Any) -
 
 
 def make_batch(
-    runs: Sequence[tuple[PageTable, int, Sequence[int]]], *, exact: bool = True
+    runs: Sequence[tuple[PageTable, int, Sequence[int]]],
+    *,
+    exact: bool = True,
+    prompt_from: int | None = None,
 ) -> RaggedBatch:
     """One step: per request its pages, the tokens it has cached, and its new tokens."""
     starts = [0]
@@ -44,6 +47,7 @@ def make_batch(
         context_lengths=tuple(end for _, _, end in spans),
         tables=tuple(table for table, _, _ in runs),
         exact=exact,
+        prompt_from=prompt_from,
     )
 
 
@@ -75,6 +79,7 @@ class Session:
     page_size: int = 4
     pages: int = 256
     exact: bool = True
+    prompt_from: int | None = None
     dtype: torch.dtype = torch.float32
     taps: tuple[int, ...] = ()
     scatter: torch.Generator | None = None
@@ -92,7 +97,7 @@ class Session:
         return self.pool.allocate(tokens)
 
     def step(self, runs: Sequence[tuple[PageTable, int, Sequence[int]]]) -> Any:
-        batch = make_batch(runs, exact=self.exact)
+        batch = make_batch(runs, exact=self.exact, prompt_from=self.prompt_from)
         return self.target.forward(
             batch,
             self.store,

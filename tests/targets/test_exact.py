@@ -30,14 +30,16 @@ def pieces(rng, length):
     return cuts
 
 
-def check_rows_are_exact(target, seed, trials=2, lengths=LENGTHS):
+def check_rows_are_exact(target, seed, trials=2, lengths=LENGTHS, prompt_from=None):
     rng = random.Random(seed)
     texts = [random_text(length, VOCAB, seed=length) for length in lengths]
-    alone = [Session(target, page_size=16, pages=40).read([t], [[]])[0]["logits"] for t in texts]
+    paged = {"page_size": 16, "pages": 40, "prompt_from": prompt_from}
+    alone = [Session(target, **paged).read([t], [[]])[0]["logits"] for t in texts]
     for trial in range(trials):
         scatter = torch.Generator().manual_seed(trial) if trial % 2 else None
         size = rng.choice([4, 16, 64])
-        session = Session(target, page_size=size, pages=1300 // size, scatter=scatter)
+        paged = {"page_size": size, "pages": 1300 // size, "prompt_from": prompt_from}
+        session = Session(target, scatter=scatter, **paged)
         chosen = rng.sample(range(len(texts)), rng.randint(2, len(texts)))
         cuts = [pieces(rng, len(texts[i])) for i in chosen]
         for i, rows in zip(chosen, session.read([texts[i] for i in chosen], cuts), strict=True):
@@ -57,6 +59,18 @@ def test_every_kind_of_weights(kind):
     if not target.row_exact:
         pytest.skip(f"{kind} is not row-exact on this machine, and says so")
     check_rows_are_exact(target, seed=2)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8"])
+def test_prompts_of_every_kind_of_weights(kind):
+    """Prompts keep to row counts of their own: large ones, whatever pieces they are read in."""
+    # As wide as the default target: with 48 inputs a sum has no other order.
+    wide = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9}
+    model = tiny_model("llama", num_hidden_layers=1, num_key_value_heads=3, head_dim=64, **wide)
+    target = packed_target(model, kind)
+    if not target.row_exact:
+        pytest.skip(f"{kind} is not row-exact on this machine, and says so")
+    check_rows_are_exact(target, seed=4, lengths=(40, 300, 521), prompt_from=0)
 
 
 def test_any_number_of_threads():

@@ -12,9 +12,9 @@ Kinds (docs/log.md has the measurements that chose them):
            bfloat16 scales and activations: the least memory traffic, but each row of a block
            costs; what lies on no such grid (an LM head of type Q8_0) becomes int8
 
-A kernel may round a row differently when the number of rows changes. `measure_exact_rows` finds,
-with probes made to cancel, the row counts that agree bit for bit; in exact mode a layer cuts its
-input into tiles of such counts (law 5). Outside exact mode it runs whatever is fastest.
+A kernel may round a row differently when the number of rows changes. In exact mode a layer cuts its
+input into calls of row counts that were measured to agree bit for bit (law 5, nn.exact_rows).
+Outside exact mode it runs whatever is fastest.
 """
 
 import platform
@@ -27,19 +27,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.core.errors import ConfigError
+from dspark.nn.exact_rows import (
+    ExactRows,
+    Kernel,
+    measure_prompt_rows,
+    measure_rows,
+    probe,
+    run_exact,
+)
 from dspark.nn.four_bit import GROUP, four_bit_grid, nearest_four_bit
 
 WeightKind = Literal["fp32", "bf16", "fp16", "int8", "q4"]
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 _FEW_BITS = ("int8", "q4")
+_PROBED_WIDTH = 2048
 _MANY_ROWS = 12
 """From here on few bits cost more than they save (docs/log.md)."""
-
-Kernel = Callable[[Tensor], Tensor]
-"""[rows, in] -> [rows, out] without bias, in float32 or in the kernel's own precision."""
-
-_PROBED_COUNTS = (*range(1, 65), *range(72, 129, 8), 160, 192, 256)
-_REFERENCE_COUNT = 8  # near a verification batch of one request, whose cost matters most
 
 
 @dataclass(slots=True)
@@ -50,20 +53,6 @@ class RowMode:
     exact: bool = True
     prompt_from: int | None = None
     """Rows from here on are prompts (RaggedBatch.prompt_from)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExactRows:
-    """Row counts that give bit-equal rows. Empty when the kernel has none worth using."""
-
-    counts: tuple[int, ...]
-
-    @property
-    def tile(self) -> int:
-        return self.counts[-1]
-
-    def round_up(self, rows: int) -> int:
-        return next(count for count in self.counts if count >= rows)
 
 
 class PackedLinear(nn.Module):
@@ -91,11 +80,14 @@ class PackedLinear(nn.Module):
         # The kind it really has: exact row counts are measured for that one.
         self.kind, self.kernel = _build(weight, kind)
         self.prompt_kind = best_kind()[0] if kind in _FEW_BITS else None
-        self.prompt_kernel = _build(weight, self.prompt_kind)[1] if self.prompt_kind else None
+        self.prompt_kernel = (
+            self.kernel if self.prompt_kind is None else _build(weight, self.prompt_kind)[1]
+        )
         self.bias = None if bias is None else bias.detach().float()
         self.mode, self.whole = mode, whole
         self.exact_rows: ExactRows | None = None
         self.exact_prompt_rows: ExactRows | None = None
+        """None: prompts take the same counts as other rows, or are not exact."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rows(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
@@ -106,18 +98,25 @@ class PackedLinear(nn.Module):
 
     def native_rows(self, x: Tensor) -> Tensor:
         """The same in the kernel's own precision, for what goes on into another product."""
-        split = self.mode.prompt_from if self.whole else None
-        if not self.mode.exact and x.shape[0] >= _MANY_ROWS:
-            split = 0
-        if x.shape[0] == 0:  # a prefill chunk asks for no logits, and kernels refuse no rows
+        rows = x.shape[0]
+        if rows == 0:  # a prefill chunk asks for no logits, and kernels refuse no rows
             return x.new_empty(0, self.out_features)
-        if self.prompt_kernel is None or split is None or split >= x.shape[0]:
-            y = self._run(self.kernel, self.exact_rows, x)
-        else:
-            y = self._run(self.prompt_kernel, self.exact_prompt_rows, x[split:])
-            if split:
-                y = torch.cat([self._run(self.kernel, self.exact_rows, x[:split]), y])
+        first, parts = self._prompts_from(rows), []
+        if first:
+            parts.append(self._run(self.kernel, self.exact_rows, x[:first]))
+        if first < rows:
+            parts.append(self._run(self.prompt_kernel, self.exact_prompt_rows, x[first:]))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return y if self.bias is None else y + self.bias
+
+    def _prompts_from(self, rows: int) -> int:
+        """The first row that is served as a prompt's."""
+        first = self.mode.prompt_from if self.whole else None
+        if self.prompt_kind is None and not (self.mode.exact and self.exact_prompt_rows):
+            first = None  # the same kernel, and the same rows of it
+        elif self.prompt_kind is not None and not self.mode.exact and rows >= _MANY_ROWS:
+            first = 0
+        return rows if first is None else min(first, rows)
 
     def _run(self, kernel: Kernel, exact_rows: ExactRows | None, x: Tensor) -> Tensor:
         if self.mode.exact and exact_rows is not None:
@@ -126,23 +125,6 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.kind}"
-
-
-def run_exact(kernel: Kernel, rows: Tensor, exact: ExactRows) -> Tensor:
-    """Runs `kernel` in tiles of exact row counts; the last tile is padded up to the next exact
-    count."""
-    count = rows.shape[0]
-    if count in exact.counts:
-        return kernel(rows)
-    pieces = []
-    for start in range(0, count, exact.tile):
-        tile = rows[start : start + exact.tile]
-        length = tile.shape[0]
-        padded = exact.round_up(length)
-        if padded > length:
-            tile = F.pad(tile, (0, 0, 0, padded - length))
-        pieces.append(kernel(tile)[:length])
-    return torch.cat(pieces)
 
 
 def _build_fp32(weight: Tensor) -> Kernel:
@@ -237,38 +219,14 @@ def best_kind() -> tuple[WeightKind, str]:
     return "fp16", "half the memory traffic of fp32"
 
 
-def measure_exact_rows(kind: WeightKind, in_features: int, out_features: int) -> ExactRows | None:
-    """The row counts whose results are bit-equal, for one shape; None if even the reference repeats
-    badly.
+def measure_exact_rows(
+    kind: WeightKind, in_features: int, out_features: int, *, prompts: bool = False
+) -> ExactRows | None:
+    """The row counts whose results are bit-equal, for one shape; None if there are none.
 
-    The probe makes order visible: inputs hold pairs of large values that cancel through equal
-    weights, placed far apart, so that any other order of summation leaves a visible remainder, even
-    after the output is rounded to bfloat16. Wide outputs are probed on a slice: kernels do not sum
-    across them.
+    Wide outputs are probed on a slice where kernels do not look across them; what prompts take may.
     """
-    weight, inputs = _cancelling_probe(
-        in_features, min(out_features, 2048), max(_PROBED_COUNTS) + 5
-    )
+    width = out_features if prompts else min(out_features, _PROBED_WIDTH)
+    weight, inputs = probe(in_features, width, prompts=prompts)
     _, kernel = _build(nearest_four_bit(weight) if kind == "q4" else weight, kind)
-    shifted = inputs[5:]
-    reference = torch.cat([kernel(tile) for tile in inputs.split(_REFERENCE_COUNT)])
-    counts = [
-        count
-        for count in _PROBED_COUNTS
-        if torch.equal(kernel(inputs[:count].contiguous()), reference[:count])
-        and torch.equal(kernel(shifted[:count].contiguous()), reference[5 : 5 + count])
-    ]
-    return ExactRows(tuple(counts)) if counts else None
-
-
-def _cancelling_probe(in_features: int, out_features: int, rows: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    half = in_features // 2
-    weight = torch.randn(out_features, in_features, generator=generator) * 0.04
-    weight[:, half : 2 * half] = weight[:, :half]
-    inputs = torch.randn(rows, in_features, generator=generator)
-    large = torch.randn(rows, half, generator=generator) * 2**12
-    inputs[:, :half] += large
-    inputs[:, half : 2 * half] -= large
-    order = torch.randperm(in_features, generator=generator)
-    return weight[:, order].bfloat16().float(), inputs[:, order].bfloat16().float()
+    return (measure_prompt_rows if prompts else measure_rows)(kernel, inputs)

@@ -15,31 +15,43 @@ from dspark.nn.linear import RowMode
 _GRAIN = 16384
 """torch shares an elementwise call among threads only above this many elements (gelu; twice as
 many for others)."""
+_SHARED = 32768
+"""From so many elements a thread on, every thread gets an equal share of the call, whatever the
+function: where the rows divide by the threads, no share ends inside a row."""
 _VECTOR = 64
 """Widths that are a multiple of this have no end inside a row, on any processor torch knows."""
 
 
 def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`function(*tensors)` for tensors [rows, ...], in blocks of rows that are never cut."""
-    if tensors[0].shape[0] <= (block := _block(tensors[0])):
+    """`function(*tensors)` for tensors [rows, ...], in pieces of rows that are never cut."""
+    sizes = _pieces(tensors[0])
+    if len(sizes) == 1:
         return function(*tensors)
-    pieces = zip(*(tensor.split(block) for tensor in tensors), strict=True)
+    pieces = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
     return torch.cat([function(*piece) for piece in pieces])
 
 
 def for_rows(function: Callable[..., object], *tensors: Tensor) -> None:
     """The same for a function that works in place."""
-    if tensors[0].shape[0] <= (block := _block(tensors[0])):
-        function(*tensors)
-        return
-    for piece in zip(*(tensor.split(block) for tensor in tensors), strict=True):
+    for piece in zip(*(tensor.split(_pieces(tensors[0])) for tensor in tensors), strict=True):
         function(*piece)
 
 
-def _block(rows: Tensor) -> int:
-    """Rows [rows, ...] that may be worked on in one call."""
-    width = rows[:1].numel()
-    return max(1, (_GRAIN - 1) // width) if width % _VECTOR == 0 else 1
+def _pieces(tensor: Tensor) -> list[int]:
+    """Rows of [rows, ...] that may be worked on in one call each."""
+    rows, width, threads = tensor.shape[0], tensor[:1].numel(), torch.get_num_threads()
+    if rows <= 1:
+        return [rows]
+    if width % _VECTOR or width >= _GRAIN:  # a row alone may be shared among threads
+        return [1] * rows
+    if threads == 1:
+        return [rows]
+    even = rows // threads * threads
+    if even * width < threads * _SHARED:
+        even = 0
+    block = (_GRAIN - 1) // width
+    whole, rest = divmod(rows - even, block)
+    return [size for size in (even, *[block] * whole, rest) if size]
 
 
 class RowActivation(nn.Module):

@@ -55,7 +55,9 @@ class HFTarget:
         fused = getattr(self.config, "attn_logit_softcapping", None) is None
         exact = all(
             layer.exact_rows is not None
-            and (layer.prompt_kind is None or layer.exact_prompt_rows is not None)
+            and (
+                layer.prompt_kind is None or not layer.whole or layer.exact_prompt_rows is not None
+            )
             for layer in layers
         )
         return exact and attention_is_exact(self.kv_shape, torch.float32, fused=fused)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dspark.nn.linear import ExactRows, PackedLinear, RowMode, WeightKind, measure_exact_rows
+from dspark.nn.exact_rows import ExactRows
+from dspark.nn.linear import PackedLinear, RowMode, WeightKind, measure_exact_rows
 from dspark.nn.row_exact import RowActivation, RowByRow
 from dspark.targets.fast_path import FastDecoder
 
@@ -175,11 +176,20 @@ def _measure_exactness(layers: list[PackedLinear]) -> None:
     for layer in layers:
         shape = layer.in_features, layer.out_features, threads
         layer.exact_rows = _exact_rows(layer.kind, *shape)
-        if layer.prompt_kind is not None:
-            layer.exact_prompt_rows = _exact_rows(layer.prompt_kind, *shape)
+        if layer.whole:
+            prompts = _exact_prompt_rows(layer.prompt_kind or layer.kind, *shape)
+            if prompts is not None and (layer.prompt_kind is not None or not prompts.serves_few):
+                layer.exact_prompt_rows = prompts
 
 
 @cache
 def _exact_rows(kind: WeightKind, inputs: int, outputs: int, threads: int) -> ExactRows | None:
     """Measured once a process; `threads` only tells measurements apart."""
     return measure_exact_rows(kind, inputs, outputs)
+
+
+@cache
+def _exact_prompt_rows(
+    kind: WeightKind, inputs: int, outputs: int, threads: int
+) -> ExactRows | None:
+    return measure_exact_rows(kind, inputs, outputs, prompts=True)
