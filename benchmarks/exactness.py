@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--policy")
     parser.add_argument("--weights")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--many-requests", action="store_true")
     parser.add_argument("--tokens", type=int, default=100_000, help="at least so many in each way")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
@@ -39,6 +40,7 @@ def main() -> None:
         policy=options.policy,
         weights=weights_value(options.weights),
         threads=options.threads,
+        many_requests=options.many_requests,
         progress=progress,
     )
     length = min(options.max_new_tokens, options.tokens)

@@ -210,6 +210,23 @@ def test_each_of_two_kernels_keeps_to_its_own_row_counts():
     assert seen == {"kernel": [4], "prompt_kernel": [5, 5]}
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("prompt_from", [None, 3])
+def test_many_requests_take_one_kernel_for_all_exact_rows(whole, prompt_from):
+    """Decoded rows, prompts, few and many of them, and those of an LM head, too."""
+    mode = RowMode(exact=True, prompt_from=prompt_from, many=True)
+    layer = PackedLinear(random(8, 32), None, available("int8"), mode, whole=whole)
+    seen, kernel = [], layer.prompt_kernel
+    layer.prompt_kernel = lambda x: (seen.append(len(x)), kernel(x))[1]
+    layer.exact_rows, layer.exact_prompt_rows = ExactRows((4,)), ExactRows((5,))
+    layer(random(1, 32))
+    layer(random(10, 32))
+    assert seen == [5, 5, 5]
+    mode.exact, mode.prompt_from = False, None
+    layer(random(10, 32))
+    assert seen == [5, 5, 5], "what promises nothing goes by the batch"
+
+
 @pytest.mark.parametrize(
     ("exact", "counts", "expected"),
     [

@@ -16,8 +16,10 @@ from dspark.targets.pack import pack_model
 from dspark.targets.tiny import tiny_model
 
 
-def packed_target(model: Any, kind: str = "fp32", *, allow_fast: bool = True) -> HFTarget:
-    packed = pack_model(model, kind, allow_fast=allow_fast)
+def packed_target(
+    model: Any, kind: str = "fp32", *, allow_fast: bool = True, many_requests: bool = False
+) -> HFTarget:
+    packed = pack_model(model, kind, allow_fast=allow_fast, many_requests=many_requests)
     return HFTarget(model, mode=packed.mode, fast=packed.fast)
 
 

@@ -61,16 +61,35 @@ def test_every_kind_of_weights(kind):
     check_rows_are_exact(target, seed=2)
 
 
+def wide_model():
+    """As wide as the default target: with 48 inputs a sum has no other order."""
+    wide = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9}
+    return tiny_model("llama", num_hidden_layers=1, num_key_value_heads=3, head_dim=64, **wide)
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8"])
 def test_prompts_of_every_kind_of_weights(kind):
     """Prompts keep to row counts of their own: large ones, whatever pieces they are read in."""
-    # As wide as the default target: with 48 inputs a sum has no other order.
-    wide = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9}
-    model = tiny_model("llama", num_hidden_layers=1, num_key_value_heads=3, head_dim=64, **wide)
-    target = packed_target(model, kind)
+    target = packed_target(wide_model(), kind)
     if not target.row_exact:
         pytest.skip(f"{kind} is not row-exact on this machine, and says so")
     check_rows_are_exact(target, seed=4, lengths=(40, 300, 521), prompt_from=0)
+
+
+@pytest.mark.parametrize("many_requests", [True, False])
+def test_many_requests(many_requests):
+    """One kernel for all rows: even a prompt's and a decoded token's agree then, and only then."""
+    target = packed_target(wide_model(), "int8", many_requests=many_requests)
+    if not target.row_exact:
+        pytest.skip("int8 is not row-exact on this machine, and says so")
+    text = random_text(90, VOCAB, seed=5)
+    cuts = [[50, *range(51, 90)], [60, 70, 71, 75]]
+    whole = Session(target, prompt_from=0).read([text], [[]])[0]["logits"]
+    for prompt_from, texts in ((None, [text]), (None, [text, text]), (0, [text, text])):
+        session = Session(target, prompt_from=prompt_from)
+        for rows in session.read(texts, cuts[: len(texts)]):
+            same = torch.equal(rows["logits"], whole)
+            assert same == (many_requests or prompt_from == 0), prompt_from
 
 
 def test_any_number_of_threads():

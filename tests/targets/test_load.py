@@ -59,6 +59,20 @@ def test_a_folder(loaded_target, target_folder):
     assert loaded_target.weights == "fp32"
 
 
+@pytest.mark.parametrize(("weights", "told"), [("int8", True), ("fp32", False)])
+def test_many_requests_are_told_where_they_change_something(target_folder, weights, told):
+    lines = []
+    loaded = load_target(
+        str(target_folder),
+        weights=weights,
+        template_hash=template_hash,
+        many_requests=True,
+        say=lines.append,
+    )
+    assert loaded.target.mode.many
+    assert any(line.startswith("many requests: ") for line in lines) == told
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_is_loaded_in_float32_whatever_it_is_stored_in(broken, dtype):
     """Gemma scales its embedding by a constant that bfloat16 would round."""

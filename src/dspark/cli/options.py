@@ -180,6 +180,14 @@ CudaGraphs = Annotated[
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", show_default=False)
 ]
+ManyRequests = Annotated[
+    bool,
+    typer.Option(
+        "--many-requests",
+        help="Beside q4 or int8 weights: serve greedy and seeded requests with the copy for many "
+        "rows. Slower for one at a time, much faster for many.",
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="End with one JSON document as the last line of the output.")
 ]

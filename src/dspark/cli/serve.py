@@ -66,6 +66,7 @@ def serve(
     max_requests: Annotated[
         int, typer.Option(help="Requests that decode at once; more wait in a queue.")
     ] = 32,
+    many_requests: options.ManyRequests = False,
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; more are refused with 429.")
     ] = 256,
@@ -159,6 +160,7 @@ def serve(
         device=device,
         cuda_graphs=cuda_graphs,
         threads=threads,
+        many_requests=many_requests,
         progress=progress,
     )
     run(load, settings, engine, progress.say)

@@ -53,6 +53,9 @@ class RowMode:
     exact: bool = True
     prompt_from: int | None = None
     """Rows from here on are prompts (RaggedBatch.prompt_from)."""
+    many: bool = False
+    """Exact rows are all served as those of prompts are. Never changed once something was
+    served."""
 
 
 class PackedLinear(nn.Module):
@@ -62,7 +65,8 @@ class PackedLinear(nn.Module):
     prompt. So their layers hold the same weights once more for many rows, in the kind that suits
     the processor (`best_kind`). In exact mode, which of the two serves a row follows from what the
     row is and not from the batch: prompts take the second, where the layer sees the `whole` batch,
-    all its rows in their order. Otherwise any batch of many rows does.
+    all its rows in their order; all rows do where `RowMode.many` says so. Otherwise any batch of
+    many rows does.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class PackedLinear(nn.Module):
         weight = weight.detach().float().contiguous()
         # The kind it really has: exact row counts are measured for that one.
         self.kind, self.kernel = _build(weight, kind)
-        self.prompt_kind = best_kind()[0] if kind in _FEW_BITS else None
+        self.prompt_kind = second_kind(kind)
         self.prompt_kernel = (
             self.kernel if self.prompt_kind is None else _build(weight, self.prompt_kind)[1]
         )
@@ -114,7 +118,9 @@ class PackedLinear(nn.Module):
         first = self.mode.prompt_from if self.whole else None
         if self.prompt_kind is None and not (self.mode.exact and self.exact_prompt_rows):
             first = None  # the same kernel, and the same rows of it
-        elif self.prompt_kind is not None and not self.mode.exact and rows >= _MANY_ROWS:
+        elif self.prompt_kind is not None and (
+            self.mode.many if self.mode.exact else rows >= _MANY_ROWS
+        ):
             first = 0
         return rows if first is None else min(first, rows)
 
@@ -217,6 +223,11 @@ def best_kind() -> tuple[WeightKind, str]:
     except ConfigError:
         return "fp32", "no half-precision kernel on this processor"
     return "fp16", "half the memory traffic of fp32"
+
+
+def second_kind(kind: WeightKind) -> WeightKind | None:
+    """The kind that serves many rows beside one of few bits."""
+    return best_kind()[0] if kind in _FEW_BITS else None
 
 
 def measure_exact_rows(

@@ -53,6 +53,9 @@ class LLM:
     recalibrate: refit confidences to what is served (`calibration.online`), and verify
         one round in a hundred whole for it.
     pipeline: write texts in a thread of its own while the next step computes (`EngineConfig`).
+    many_requests: for weights of few bits (q4, int8): greedy and seeded requests are served by the
+        copy of the weights that suits many rows, all of them and always. Slower for one request,
+        much faster for many. Their texts may differ by rounding from those without it.
     progress: where start-up lines go; silent by default.
 
     Raises subclasses of UserError (`dspark.core.errors`) for anything wrong with these.
@@ -74,6 +77,7 @@ class LLM:
         calibrated: bool = True,
         recalibrate: bool = False,
         pipeline: bool = False,
+        many_requests: bool = False,
         progress: Progress | None = None,
     ) -> None:
         set_threads(threads)
@@ -107,6 +111,7 @@ class LLM:
             device=device,
             template_hash=template_hash,
             trust_remote_code=trust_remote_code,
+            many_requests=many_requests,
             say=progress.say,
         )
         self.tokenizer: Any = self.loaded.tokenizer

@@ -56,7 +56,9 @@ class HFTarget:
         exact = all(
             layer.exact_rows is not None
             and (
-                layer.prompt_kind is None or not layer.whole or layer.exact_prompt_rows is not None
+                layer.exact_prompt_rows is not None
+                or layer.prompt_kind is None
+                or not (layer.whole or layer.mode.many)
             )
             for layer in layers
         )

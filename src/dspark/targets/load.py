@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dspark.core.errors import ConfigError, TargetError
 from dspark.nn.four_bit import four_bit_grid
-from dspark.nn.linear import WeightKind, best_kind, check_kind
+from dspark.nn.linear import WeightKind, best_kind, check_kind, second_kind
 from dspark.nn.seams import Binding
 from dspark.targets.drift import measure_drift, sample_tokens
 from dspark.targets.hf import HFTarget
@@ -43,6 +43,7 @@ def load_target(
     template_hash: Callable[[Any], str | None],
     init_layers: int = 0,
     trust_remote_code: bool = False,
+    many_requests: bool = False,
     say: Say = logger.info,
 ) -> LoadedTarget:
     """Loads, checks and packs a target.
@@ -51,6 +52,7 @@ def load_target(
     weights: kind of packed CPU weights; None picks what suits the processor. On another device the
         layers stay transformers' own, in bf16 (None) or fp32.
     device: "cpu", or a CUDA device ("cuda", "cuda:1").
+    many_requests: as in `LLM`.
     init_layers: how many of the last decoder layers' weights to keep in the binding, for training.
     say: receives start-up lines for people.
 
@@ -73,7 +75,9 @@ def load_target(
     sample = sample_tokens(tokenizer, binding.vocab_size)
     with torch.inference_mode():
         reference_TV = model(torch.tensor([sample]), use_cache=False).logits[0].float()
-    packed = pack_model(model, weights)
+    packed = pack_model(model, weights, many_requests=many_requests)
+    if many_requests and (second := second_kind(weights)) is not None:
+        say(f"many requests: {second} instead of {weights} for all greedy and seeded ones")
     target = HFTarget(model, mode=packed.mode, fast=packed.fast)
     check_runs(target, type(model).__name__)
     say(f"packed against float32: {measure_drift(lambda _: reference_TV, target, [sample])}")

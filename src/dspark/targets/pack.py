@@ -78,9 +78,14 @@ class Packed:
     """The short forward, where the model has its shape."""
 
 
-def pack_model(model: Any, kind: WeightKind, *, allow_fast: bool = True) -> Packed:
-    """Packs every linear layer and norm of `model` in place."""
-    mode = RowMode()
+def pack_model(
+    model: Any, kind: WeightKind, *, allow_fast: bool = True, many_requests: bool = False
+) -> Packed:
+    """Packs every linear layer and norm of `model` in place.
+
+    many_requests: as in `RowMode.many`.
+    """
+    mode = RowMode(many=many_requests)
     fast = None
     with warnings.catch_warnings():
         warnings.simplefilter(
@@ -176,7 +181,7 @@ def _measure_exactness(layers: list[PackedLinear]) -> None:
     for layer in layers:
         shape = layer.in_features, layer.out_features, threads
         layer.exact_rows = _exact_rows(layer.kind, *shape)
-        if layer.whole:
+        if layer.whole or layer.mode.many:
             prompts = _exact_prompt_rows(layer.prompt_kind or layer.kind, *shape)
             if prompts is not None and (layer.prompt_kind is not None or not prompts.serves_few):
                 layer.exact_prompt_rows = prompts
