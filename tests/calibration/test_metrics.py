@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.calibration.metrics import (
-    BINS,
     Metrics,
     bin_of,
     expected_calibration_error,
     floor_of_ece,
     interval,
 )
+from dspark.core.bins import BINS
 
 SAMPLES = st.lists(
     st.tuples(

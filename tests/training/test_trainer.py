@@ -31,6 +31,10 @@ class Clock:
         return self.now
 
 
+NO_SAVES = {"save_every_seconds": 1e9}
+"""But the last: each waits for the disk."""
+
+
 def _trainer(folder: Path, **changes: Any) -> Trainer:
     options = {
         "steps": 12, "anchors_per_step": 10, "anchors_per_sequence": 4, "learning_rate": 1e-2,
@@ -65,13 +69,23 @@ def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trainer]:
+    """A run that nothing interrupted, by its compute type."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        folder = tmp_path_factory.mktemp(dtype)
+        found[dtype] = _trainer(folder / "whole", compute_dtype=dtype, **NO_SAVES)
+        found[dtype].run()
+    return found
+
+
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("killed_at", [1, 4, 7, 11])
 def test_killed_and_resumed_is_bit_equal(
-    tmp_path: Path, killed_at: int, compute_dtype: str
+    tmp_path: Path, killed_at: int, compute_dtype: str, wholes: dict[str, Trainer]
 ) -> None:
-    whole = _trainer(tmp_path / "whole", compute_dtype=compute_dtype)
-    whole.run()
+    whole = wholes[compute_dtype]
 
     class Killed(BaseException):
         pass
@@ -138,16 +152,16 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert files == {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
 
 
-def test_time_limit_stops_between_steps_and_resumes(tmp_path: Path) -> None:
+def test_time_limit_stops_between_steps_and_resumes(
+    tmp_path: Path, wholes: dict[str, Trainer]
+) -> None:
     first = _trainer(tmp_path / "run", max_seconds=4.0)
     result = first.run()
     assert not result.finished and 0 < result.steps < 12
-    whole = _trainer(tmp_path / "whole")
-    whole.run()
     resumed = _trainer(tmp_path / "run", max_seconds=None)
     assert resumed.step == result.steps
     assert resumed.run().finished
-    _assert_same(_bits(whole), _bits(resumed))
+    _assert_same(_bits(wholes["float32"]), _bits(resumed))
 
 
 def test_ctrl_c_saves_the_finished_step(tmp_path: Path) -> None:
@@ -188,7 +202,7 @@ def test_one_sequence_can_be_learned(tmp_path: Path) -> None:
     reports: list[dict[str, Any]] = []
     trainer = _trainer(
         tmp_path / "run", sequences=SEQUENCES[:1], steps=150, validate_every=1000, log_every=10,
-        report=reports.append,
+        report=reports.append, **NO_SAVES,
     )  # fmt: skip
     trainer.run()
     losses = [r["loss"] for r in reports if "loss" in r]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark.calibration.arrays import BoolArray, FloatArray
-from dspark.calibration.metrics import BINS, bin_of
+from dspark.calibration.metrics import bin_of
+from dspark.core.bins import BINS
 
 
 @dataclass(frozen=True, slots=True)

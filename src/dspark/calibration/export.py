@@ -4,8 +4,9 @@ from typing import Any
 
 from dspark.calibration.table import Entry
 from dspark.core.errors import ConfigError
+from dspark.core.exports import FORMATS
 
-FORMATS = ("sglang", "tensorrt-llm")
+__all__ = ["FORMATS", "export"]
 
 
 def export(entry: Entry, form: str, *, dataset: str) -> dict[str, Any]:

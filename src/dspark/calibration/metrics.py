@@ -7,9 +7,7 @@ takes weights per prompt, which is what resampling prompts comes to: `[S, P]` we
 import numpy as np
 
 from dspark.calibration.arrays import BoolArray, FloatArray, IntArray
-
-BINS = 20
-"""Equal-width bins of [0, 1], as in the paper's figure 6 and DeepSpec's evaluator."""
+from dspark.core.bins import BINS
 
 
 def bin_of(predictions_N: FloatArray) -> IntArray:

@@ -35,7 +35,7 @@ def bench(
         int, typer.Option(min=1, help="Visits of every policy and concurrency; medians are shown.")
     ] = 3,
     target: options.Target = None,
-    draft: options.Draft = None,
+    draft: options.Draft = "auto",
     draft_length: options.DraftLength = None,
     verification: Annotated[
         str | None,
@@ -73,7 +73,7 @@ def bench(
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(
         target,
-        draft=draft or "auto",
+        draft=draft,
         draft_length=draft_length,
         weights=weights,
         device=device,

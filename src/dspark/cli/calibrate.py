@@ -9,8 +9,8 @@ import typer
 
 from dspark.cli import options
 from dspark.cli.output import Screen, print_note
+from dspark.cli.sampling import sampling_params
 from dspark.cli.table import number, table
-from dspark.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from dspark.recipes.calibrate import CalibrationResult
@@ -22,7 +22,7 @@ def calibrate(
     limit: options.Limit = None,
     samples: options.Samples = 1,
     target: options.Target = None,
-    draft: options.Draft = None,
+    draft: options.Draft = "auto",
     verification: Annotated[
         str, typer.Option(help="Verification rule: rejection or coupled.")
     ] = "rejection",
@@ -64,6 +64,7 @@ def calibrate(
     ] = None,
     max_requests: options.TextsAtOnce = 32,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -74,23 +75,16 @@ def calibrate(
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import rule_value
 
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        max_new_tokens=max_new_tokens,
-        verification=rule_value(verification),
-    )
+    sampling = sampling_params(temperature, top_k, top_p, min_p, max_new_tokens, verification)
     check_files(form, output, plot)
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(
         target,
-        draft=draft or "auto",
+        draft=draft,
         weights=weights,
+        device=device,
         threads=threads,
         max_requests=max_requests,
         calibrated=False,

@@ -9,6 +9,7 @@ import typer
 
 from dspark.cli import options
 from dspark.cli.output import Screen, print_error, print_note
+from dspark.cli.sampling import sampling_params
 from dspark.cli.table import number
 from dspark.core.errors import UserError
 from dspark.core.sampling import SamplingParams
@@ -71,7 +72,7 @@ def chat(
         str | None, typer.Option(help="What the model should be.", show_default=False)
     ] = None,
     target: options.Target = None,
-    draft: options.Draft = None,
+    draft: options.Draft = "auto",
     draft_length: options.DraftLength = None,
     policy: options.Policy = None,
     verification: options.Verification = None,
@@ -90,20 +91,13 @@ def chat(
     """Talk with the model; tokens are coloured by how they came about."""
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
-    from dspark.recipes.values import rule_value
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        verification=rule_value(verification),
-        max_new_tokens=max_new_tokens,
+    params = sampling_params(
+        temperature, top_k, top_p, min_p, max_new_tokens, verification, seed=seed
     )
     llm = LLM(
         target,
-        draft=draft or "auto",
+        draft=draft,
         draft_length=draft_length,
         policy=policy,
         weights=weights,

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 def doctor(
     target: options.Target = None,
-    draft: options.Draft = None,
+    draft: options.Draft = "auto",
     policy: options.Policy = None,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     prompts: Annotated[
         int, typer.Option(min=1, help="Prompts of each domain that are served in every way.")
@@ -36,9 +37,10 @@ def doctor(
     progress = Progress()
     llm = LLM(
         target,
-        draft=draft or "auto",
+        draft=draft,
         policy=policy,
         weights=weights,
+        device=device,
         threads=threads,
         progress=progress,
     )

@@ -6,8 +6,8 @@ import typer
 
 from dspark.cli import options
 from dspark.cli.output import Screen
+from dspark.cli.sampling import sampling_params
 from dspark.cli.table import number, table
-from dspark.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from dspark.recipes.evaluate import Evaluation
@@ -19,7 +19,7 @@ def evaluate(
     limit: options.Limit = None,
     samples: options.Samples = 1,
     target: options.Target = None,
-    draft: options.Draft = None,
+    draft: options.Draft = "auto",
     draft_length: options.DraftLength = None,
     policy: Annotated[
         str | None,
@@ -50,22 +50,15 @@ def evaluate(
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import policy_value, rule_value
+    from dspark.recipes.values import policy_value
 
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        max_new_tokens=max_new_tokens,
-        verification=rule_value(verification),
-    )
+    sampling = sampling_params(temperature, top_k, top_p, min_p, max_new_tokens, verification)
     policy = policy_value(policy)
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(
         target,
-        draft=draft or "auto",
+        draft=draft,
         draft_length=draft_length,
         weights=weights,
         device=device,

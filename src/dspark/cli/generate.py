@@ -8,6 +8,7 @@ import typer
 
 from dspark.cli import options
 from dspark.cli.output import Screen, print_note
+from dspark.cli.sampling import sampling_params
 from dspark.cli.table import number
 from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
@@ -31,7 +32,7 @@ def generate(
         ),
     ] = False,
     target: options.Target = None,
-    draft: options.Draft = None,
+    draft: options.Draft = "auto",
     draft_length: options.DraftLength = None,
     policy: options.Policy = None,
     verification: options.Verification = None,
@@ -60,16 +61,16 @@ def generate(
     """Answer one prompt: drafted ahead, verified by the model, with its own distribution."""
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
-    from dspark.recipes.values import guided_from, rule_value
+    from dspark.recipes.values import guided_from
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
+    params = sampling_params(
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        max_new_tokens,
+        verification,
         seed=seed,
-        verification=rule_value(verification),
-        max_new_tokens=max_new_tokens,
         stop=tuple(stop or ()),
         n=n,
         logprobs=logprobs,
@@ -83,7 +84,7 @@ def generate(
     progress = Progress()
     llm = LLM(
         target,
-        draft=draft or "auto",
+        draft=draft,
         draft_length=draft_length,
         policy=policy,
         weights=weights,

@@ -18,7 +18,7 @@ Target = Annotated[
     ),
 ]
 Draft = Annotated[
-    str | None,
+    str,
     typer.Option(
         help="Draft bundle: a folder; or lookup: n-gram matches in the text, which need no "
         "training. Default: the shipped one for the embedded target, none for another.",

@@ -45,9 +45,10 @@ def profile(
         typer.Option(help="Draw SPS(B) into this file (png, svg or pdf).", show_default=False),
     ] = None,
     target: options.Target = None,
-    draft: options.Draft = None,
+    draft: options.Draft = "auto",
     draft_length: options.DraftLength = None,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -75,10 +76,11 @@ def profile(
     progress = Progress()
     llm = LLM(
         target,
-        draft=draft or "auto",
+        draft=draft,
         draft_length=draft_length,
         policy="off",
         weights=weights,
+        device=device,
         threads=threads,
         progress=progress,
     )

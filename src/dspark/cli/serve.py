@@ -48,7 +48,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 lets the system choose.")] = 8000,
     target: options.Target = None,
-    draft: options.Draft = None,
+    draft: options.Draft = "auto",
     draft_length: options.DraftLength = None,
     policy: options.Policy = None,
     recalibrate: Annotated[
@@ -152,7 +152,7 @@ def serve(
     load = partial(
         LLM,
         target,
-        draft=draft or "auto",
+        draft=draft,
         draft_length=draft_length,
         policy=policy,
         recalibrate=recalibrate,

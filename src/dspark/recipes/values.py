@@ -8,11 +8,11 @@ from typing import Any, cast, get_args
 import torch
 
 from dspark.core.errors import ConfigError, DataError
+from dspark.core.exports import FORMATS
 from dspark.core.guided import Guided
 from dspark.core.sampling import RULES, VerificationRule
 from dspark.data.endpoint import EndpointConfig
 from dspark.nn.linear import KINDS, WeightKind
-from dspark.scheduling.exports import ExportFormat
 from dspark.scheduling.parse import check_form
 from dspark.training.config import FEATURE_MODES, FeatureMode
 from dspark.training.ranks import Parallel
@@ -80,7 +80,7 @@ def endpoint_value(
 
 
 def format_value(text: str | None) -> str | None:
-    return _one_of("format", text, get_args(ExportFormat))
+    return _one_of("format", text, FORMATS)
 
 
 def features_value(text: str) -> FeatureMode:

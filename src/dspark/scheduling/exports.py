@@ -5,14 +5,13 @@ listed ones is priced like the smaller. TensorRT-LLM (`confidence_cost_table_pat
 schema): milliseconds by tokens, plus a part by batch size, plus a fixed part.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from dspark.core.errors import ConfigError
+from dspark.core.exports import FORMATS
 from dspark.scheduling.table import CostTable
-
-ExportFormat = Literal["sglang", "tensorrt-llm"]
 
 
 def export_table(table: CostTable, form: str) -> dict[str, Any]:
@@ -20,8 +19,8 @@ def export_table(table: CostTable, form: str) -> dict[str, Any]:
 
     Raises ConfigError for a form that does not exist.
     """
-    if form not in get_args(ExportFormat):
-        raise ConfigError(f"format is {form!r}; it must be {' or '.join(get_args(ExportFormat))}")
+    if form not in FORMATS:
+        raise ConfigError(f"format is {form!r}; it must be {' or '.join(FORMATS)}")
     model = table.fit().model
     sizes = sorted({cell.batch_tokens for cell in table.steps})
     counts = sorted({cell.requests for cell in table.steps})

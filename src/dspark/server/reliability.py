@@ -2,8 +2,8 @@
 
 from typing import Any
 
-BINS = 20
-"""Equal-width bins of [0, 1], as for `dspark calibrate`."""
+from dspark.core.bins import BINS
+
 _MEMORY = 20_000
 """Predictions after which the old ones count half: what is shown follows what is served."""
 

@@ -39,6 +39,11 @@ TOKEN_ID = {"type": "integer", "minimum": 0}
 _TOKEN_IDS: dict[str, Any] = {"items": TOKEN_ID}
 
 
+_FIRST: Any = Field(fail_fast=True)
+"""Of a list, only the first wrong entry is told: to list a million of them takes seconds, in which
+nobody is served."""
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -86,9 +91,9 @@ class GenerationBody(Body):
     min_p: Annotated[float | None, _told(minimum=0, maximum=1)] = None
     n: Annotated[int, Field(ge=1), _WHOLE] = 1
     seed: Annotated[int | None, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), _WHOLE] = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], _FIRST] | None = None
     """One string or several, none of them empty."""
-    stop_token_ids: Annotated[list[Whole] | None, _told(**_TOKEN_IDS)] = None
+    stop_token_ids: Annotated[Annotated[list[Whole], _FIRST] | None, _told(**_TOKEN_IDS)] = None
     ignore_eos: bool = False
     min_tokens: Annotated[Whole | None, _told(minimum=0)] = None
     presence_penalty: Annotated[float | None, _told(minimum=-2, maximum=2)] = None
@@ -127,9 +132,9 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], _FIRST] | None = None
     name: Annotated[str | None, Field(max_length=64)] = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], _FIRST] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     """Clients send an answer back as they got it, this field and all."""
@@ -148,19 +153,19 @@ class Tool(Body):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), _FIRST]
     max_tokens: Annotated[Whole | None, _told(minimum=1)] = None
     max_completion_tokens: Annotated[Whole | None, _told(minimum=1)] = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_LOGPROBS), _WHOLE] = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], _FIRST] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 
 
 Text = Annotated[str, Field(json_schema_extra={"minLength": 1})]
-TokenIds = Annotated[list[Whole], Field(json_schema_extra={"minItems": 1, **_TOKEN_IDS})]
-Prompt = Text | TokenIds | list[Text] | list[TokenIds]
+TokenIds = Annotated[list[Whole], Field(json_schema_extra={"minItems": 1, **_TOKEN_IDS}), _FIRST]
+Prompt = Text | TokenIds | Annotated[list[Text], _FIRST] | Annotated[list[TokenIds], _FIRST]
 
 
 class CompletionBody(GenerationBody):
@@ -189,10 +194,10 @@ class TokenizeBody(Body):
     model_config = ConfigDict(json_schema_extra=_EITHER)
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], _FIRST] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Annotated[list[Whole], Field(json_schema_extra={**_TOKEN_IDS})]
+    tokens: Annotated[list[Whole], Field(json_schema_extra={**_TOKEN_IDS}), _FIRST]
