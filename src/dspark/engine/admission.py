@@ -1,9 +1,19 @@
-"""What an engine refuses before anything runs."""
+"""How a request comes in: what an engine refuses before anything runs, and what it begins with."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from dspark.core.errors import ConfigError, PromptError
+from dspark.core.random import RequestRandom
 from dspark.core.sampling import SamplingParams
+from dspark.engine.config import EngineConfig
+from dspark.engine.constraints import logit_state
+from dspark.engine.memory import KVMemory
+from dspark.engine.request import Request, RequestState
+from dspark.engine.text import OutputText
+from dspark.nn.noise import RequestNoise
+from dspark.nn.pages import PageTable
+from dspark.nn.seams import Target
 
 
 def check_request(
@@ -41,3 +51,21 @@ def check_request(
         ):
             if asked:
                 raise ConfigError(f"{what} a tokenizer; this engine knows token ids only")
+
+
+def fresh_state(
+    request: Request, target: Target, memory: KVMemory, config: EngineConfig, tokenizer: Any
+) -> RequestState:
+    """Of a request that has not run yet; without a tokenizer it writes no text."""
+    params, V = request.params, target.vocab_size
+    writer = None
+    if tokenizer is not None:
+        writer = OutputText(tokenizer, params.stops, include_stop=params.include_stop)
+    return RequestState(
+        request,
+        RequestNoise(RequestRandom(request.seed, request.choice), params, V, target.device),
+        PageTable([], config.page_size),
+        digests=memory.digests(request.prompt),
+        logits=logit_state(request, V, frozenset(target.eos_token_ids), target.device),
+        writer=writer,
+    )

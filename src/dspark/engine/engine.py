@@ -11,27 +11,22 @@ import numpy as np
 
 from dspark.calibration.serving import Calibration, Snapshot, Uncalibrated
 from dspark.core.errors import ConfigError
-from dspark.core.random import RequestRandom
 from dspark.core.records import EngineStats, RoundRecord, StepRecord
 from dspark.core.sampling import SamplingParams
-from dspark.engine.admission import check_request
+from dspark.engine.admission import check_request, fresh_state
 from dspark.engine.alarm import AcceptanceAlarm
 from dspark.engine.batch import StepBatch, build_batch
 from dspark.engine.commit import Commit
 from dspark.engine.config import EngineConfig
-from dspark.engine.constraints import logit_state
 from dspark.engine.drafting import Drafting
 from dspark.engine.guided import GrammarCompiler
 from dspark.engine.logprobs import share_rows
 from dspark.engine.memory import KVMemory
 from dspark.engine.places import Places
 from dspark.engine.request import Request, RequestState, TokenEvent
-from dspark.engine.text import OutputText
 from dspark.engine.verifying import verify_step
 from dspark.engine.view import engine_stats, round_view
 from dspark.engine.writing import Unwritten, Writing, error_event
-from dspark.nn.noise import RequestNoise
-from dspark.nn.pages import PageTable
 from dspark.nn.seams import DraftBlock, Drafter, Target
 from dspark.scheduling.policies import Policy, RoundView, check_rule
 
@@ -142,18 +137,7 @@ class Engine:
     def enqueue(self, request: Request) -> None:
         """The last part of `add`."""
         self.calibration.expect(request.params)
-        noise = RequestNoise(
-            RequestRandom(request.seed, request.choice),
-            request.params, self.target.vocab_size, self.target.device,
-        )  # fmt: skip
-        state = RequestState(
-            request,
-            noise,
-            PageTable([], self.config.page_size),
-            digests=self.memory.digests(request.prompt),
-            logits=logit_state(request, self.target.vocab_size, self._eos, self.target.device),
-            writer=self._writer(request),
-        )
+        state = fresh_state(request, self.target, self.memory, self.config, self.tokenizer)
         self.places.waiting.push(state)
 
     def cancel(self, request_ids: Iterable[int] | None = None) -> list[TokenEvent]:
@@ -313,9 +297,3 @@ class Engine:
             logger.warning(warning)
         if self._empty:
             self.memory.check_integrity([])
-
-    def _writer(self, request: Request) -> OutputText | None:
-        if self.tokenizer is None:
-            return None
-        params = request.params
-        return OutputText(self.tokenizer, params.stops, include_stop=params.include_stop)

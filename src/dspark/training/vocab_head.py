@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from dspark.nn.seams import Binding
+from dspark.training.tile_losses import LossWeights, tile_losses
 
 _REFERENCE_PARTS = 3  # bf16 pieces that carry a float32 number
 _LOGIT_BYTES = 2**27
-_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,6 @@ class VocabLosses:
     """1 - total variation: how likely rejection sampling is to accept (paper, equation 8)."""
     taught_M: Tensor
     """bool: the label is in the draft vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossWeights:
-    ce: float
-    l1: float
-    soft_ce: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +148,7 @@ class VocabHead:
             for first in range(rows.start, rows.stop, self.tile):
                 tile = slice(first, min(first + self.tile, rows.stop))
                 draft_RC = draft_BC[tile.start - start : tile.stop - start]
-                found_3M[:, tile] = _tile_losses(
+                found_3M[:, tile] = tile_losses(
                     self._scratch,
                     draft_RC,
                     self._teacher_probs(teacher_BV, inputs.teacher_rows_M[tile] - first_teacher),
@@ -230,49 +223,6 @@ class VocabHead:
             gradients.latent_Mr[rows] = grad_BC @ self.draft_IC[self.latent].T
             capped_BC = (draft_BI[:, self.hidden] @ head_DC).div_(self.softcap).tanh_()
             gradients.hidden_MD[rows] = grad_BC.mul_(1.0 - capped_BC.square_()) @ head_DC.T
-
-
-def _tile_losses(
-    scratch: tuple[Tensor, ...],
-    draft_RC: Tensor,
-    t_RC: Tensor,
-    columns_R1: Tensor,
-    loss: LossWeights,
-    weights_R1: Tensor | None,
-) -> Tensor:
-    """[3, R]: cross-entropy, total variation, and cross-entropy to the teacher (0 where it weighs
-    nothing); with `weights_R1`, `draft_RC` turns from logits into the weighted loss's gradient.
-
-    For d = softmax(draft), t = the teacher's probabilities, s = sign(t - d):
-    dCE/dlogits = d - onehot(label), d||d - t||_1/dlogits = d (<s, d> - s), and sum(t) d - t for the
-    cross-entropy to the teacher. A label of column -1 has no cross-entropy.
-    """
-    d_RC, spare_RC = scratch[0][: len(draft_RC)], scratch[2][: len(draft_RC)]
-    torch.softmax(draft_RC, 1, dtype=torch.float32, out=d_RC)
-    inside_R1, label_R1 = columns_R1 >= 0, columns_R1.clamp_min(0)
-    label_probs_R = d_RC.gather(1, label_R1).squeeze(1).clamp_min(_TINY)
-    own_R = -label_probs_R.log()
-    soft_R, mass_R1 = torch.zeros_like(own_R), None
-    if loss.soft_ce:  # sum(t) logsumexp(draft) - <t, draft>; logsumexp is own + the label's logit
-        mass_R1 = t_RC.sum(1, keepdim=True)
-        normaliser_R = own_R + draft_RC.gather(1, label_R1).squeeze(1)
-        soft_R = mass_R1.squeeze(1) * normaliser_R
-        soft_R -= torch.mul(t_RC, draft_RC, out=spare_RC).sum(1)
-    torch.sub(t_RC, d_RC, out=t_RC)
-    variation_R = torch.clamp_max(t_RC, 0.0, out=spare_RC).sum(1).neg()
-    if weights_R1 is not None:
-        ce_R1, l1_R1 = loss.ce * weights_R1 * inside_R1, loss.l1 * weights_R1
-        if mass_R1 is not None:  # t - sum(t) d, from t - d
-            torch.add(t_RC, d_RC * (1.0 - mass_R1), out=spare_RC)
-            spare_RC.mul_(loss.soft_ce * weights_R1)
-        signed_RC = t_RC.sign_().mul_(d_RC)
-        d_RC.mul_(ce_R1 + l1_R1 * signed_RC.sum(1, keepdim=True))
-        d_RC.addcmul_(signed_RC, -l1_R1)
-        if mass_R1 is not None:
-            d_RC.sub_(spare_RC)
-        d_RC.scatter_add_(1, label_R1, -ce_R1)
-        draft_RC.copy_(d_RC)
-    return torch.stack([own_R * inside_R1.squeeze(1), variation_R, soft_R])
 
 
 def vocab_losses(
