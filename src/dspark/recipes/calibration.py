@@ -31,6 +31,17 @@ def read_calibration(bundle: Bundle) -> CalibrationTable | None:
     )
 
 
+def expected_survival(bundle: Bundle) -> tuple[float, ...] | None:
+    """Share of prefixes accepted by position, of the default condition or the first there is: what
+    to expect of a request that nothing is known of. None without a calibration."""
+    table = read_calibration(bundle)
+    if table is None:
+        return None
+    entries = table.entries
+    default = [entry for condition, entry in entries.items() if condition.is_default]
+    return [*default, *entries.values()][0].mean_survival
+
+
 def serving_calibration(
     bundle: Bundle,
     say: Callable[[str], None],

@@ -14,7 +14,7 @@ from dspark.drafters.lookup import PromptLookup
 from dspark.nn.graphs import CudaCapture
 from dspark.nn.seams import Drafter
 from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle, wants_graphs
-from dspark.recipes.calibration import serving_calibration
+from dspark.recipes.calibration import expected_survival, serving_calibration
 from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
 from dspark.recipes.generation import Generation, RequestOutput
 from dspark.recipes.progress import Progress
@@ -122,6 +122,7 @@ class LLM:
         self._bundle_policy: str | None = None
         self._bundle_path = None if bundle is None else bundle.path
         self._has_confidence = False
+        self._expected_K: tuple[float, ...] | None = None
         self._cost: CostModel | None = None
         self._say = logger.warning if progress.quiet else progress.say
         if draft == LOOKUP:
@@ -138,6 +139,7 @@ class LLM:
             self.drafter = make_drafter(bundle, self.loaded, capture=capture)
             self._bundle_policy = None if bundle.info is None else bundle.info.policy
             self._has_confidence = bundle.config.has_confidence
+            self._expected_K = expected_survival(bundle) if calibrated else None
         self._draft_length = draft_length
         if draft_length is not None and self.drafter is not None:
             self.drafter = self.drafter.shortened(draft_length)
@@ -160,6 +162,7 @@ class LLM:
             block_size=block_size,
             has_confidence=self._has_confidence,
             cost=self.cost_model,
+            expected_K=None if self._expected_K is None else self._expected_K[:block_size],
         )
         return Probing(policy) if self._probes and policy.drafts else policy
 

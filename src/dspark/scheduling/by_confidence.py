@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from dspark.core.records import StepRecord
 from dspark.core.sampling import RULES, VerificationRule
@@ -32,7 +33,7 @@ from dspark.scheduling.search import (
 from dspark.scheduling.throughput import Throughput
 
 _FIRST_CONFIDENCE = 0.7
-"""Of every position, before anything is known."""
+"""Of every position, before anything is known and without a calibration."""
 _HULLS_KEPT = 4096
 
 
@@ -52,17 +53,30 @@ class ByConfidence(ABC):
     longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
 
-    def __init__(self, cost: RoundCost, gate: Gate | None = None) -> None:
+    def __init__(
+        self,
+        cost: RoundCost,
+        gate: Gate | None = None,
+        expected_K: npt.ArrayLike | None = None,
+    ) -> None:
+        """expected_K: survival [K] of a request that nothing is known of, from calibration."""
         self.cost = cost
         self.gate = gate
+        self.expected_K = expected_K
         self._view: RoundView | None = None
 
     @classmethod
-    def gated(cls, model: CostModel, *, forward_only: bool = False) -> "ByConfidence":
+    def gated(
+        cls,
+        model: CostModel,
+        *,
+        forward_only: bool = False,
+        expected_K: npt.ArrayLike | None = None,
+    ) -> "ByConfidence":
         """The policy with a gate before it. forward_only: admission counts the target's forward
         alone, as the paper's Theta does; else the whole step. The gate always counts everything."""
         cost = ForwardCost(model) if forward_only else model
-        return cls(cost, Gate(model))
+        return cls(cost, Gate(model, expected_K), expected_K)
 
     @property
     def name(self) -> str:
@@ -85,7 +99,7 @@ class ByConfidence(ABC):
 
     def fresh(self) -> Policy:
         gate = None if self.gate is None else self.gate.fresh()
-        return type(self)(self.cost, gate)
+        return type(self)(self.cost, gate, self.expected_K)
 
     def round_sps(self, view: RoundView) -> Sps:
         return self.cost.round_sps(
@@ -137,13 +151,19 @@ class Async(ByConfidence):
 
     form = "async"
 
-    def __init__(self, cost: RoundCost, gate: Gate | None = None) -> None:
-        super().__init__(cost, gate)
+    def __init__(
+        self,
+        cost: RoundCost,
+        gate: Gate | None = None,
+        expected_K: npt.ArrayLike | None = None,
+    ) -> None:
+        super().__init__(cost, gate, expected_K)
         self._lagged: LaggedSurvival | None = None
 
     def _admit(self, view: RoundView) -> IntArray:
         if self._lagged is None:
-            self._lagged = LaggedSurvival(_FIRST_CONFIDENCE ** np.arange(1, view.block_size + 1))
+            guess_K = _FIRST_CONFIDENCE ** np.arange(1, view.block_size + 1)
+            self._lagged = LaggedSurvival(guess_K if self.expected_K is None else self.expected_K)
         if view.survival_RK is None:
             self._lagged.record([], np.zeros((0, view.block_size)))
             return _nobody(view)
@@ -168,8 +188,13 @@ class Marginal(ByConfidence):
 
     form = "marginal"
 
-    def __init__(self, cost: CostModel, gate: Gate | None = None) -> None:
-        super().__init__(cost, gate)
+    def __init__(
+        self,
+        cost: CostModel,
+        gate: Gate | None = None,
+        expected_K: npt.ArrayLike | None = None,
+    ) -> None:
+        super().__init__(cost, gate, expected_K)
         self._model = cost
         self.throughput = Throughput(cost) if gate is None else gate.throughput
         self._slopes: dict[tuple[int, int], FloatArray] = {}

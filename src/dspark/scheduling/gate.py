@@ -18,6 +18,7 @@ random numbers, so the gate is lossless with any policy behind it (law 2).
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from dspark.core.records import StepRecord
 from dspark.scheduling.arrays import BoolArray, FloatArray, IntArray
@@ -54,22 +55,25 @@ class _Recent:
 class Gate:
     """One a policy; `open` before a draft, `drafted` after admission, `observe` after the step."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, expected_K: npt.ArrayLike | None = None) -> None:
+        """expected_K: survival [K] of a request that nothing is known of, from calibration; without
+        it a drafter is taken for good enough to be tried."""
         self._cost = cost
         self.throughput = Throughput(cost)
         self._recent: dict[int, _Recent] = {}
-        self._mean = _Recent(_FIRST_GAIN, _FIRST_ADMITTED)
-        self._drafts = 1
+        self._expected_K = None if expected_K is None else np.asarray(expected_K, dtype=np.float64)
+        self._mean: _Recent | None = None
+        self._drafts = 1 if expected_K is None else _DRAFTS_IN_MEAN
         self._trust = 1.0
         self._credit = 0.0
         self._expected: dict[int, float] = {}
 
     def open(self, view: RoundView) -> BoolArray:
         """Which requests [R] to draft for."""
+        mean = self._mean = self._mean or self._first(view)
         # Requests that are gone are forgotten; one that comes back starts as a new one does.
         self._recent = {
-            request: self._recent.get(request)
-            or _Recent(self._mean.gain, self._mean.admitted, drafting=True)
+            request: self._recent.get(request) or _Recent(mean.gain, mean.admitted, drafting=True)
             for request in view.requests
         }
         recent = [*self._recent.values()]
@@ -95,6 +99,7 @@ class Gate:
         self._expected = {}
         if view.survival_RK is None:
             return
+        assert self._mean is not None, "drafts are asked for first"
         for r in np.flatnonzero(view.max_admit_R > 0).tolist():
             request, length = view.requests[r], int(lengths_R[r])
             gain = float(view.survival_RK[r, :length].sum())
@@ -105,7 +110,7 @@ class Gate:
             self._expected[request] = gain
 
     def fresh(self) -> "Gate":
-        return Gate(self._cost)
+        return Gate(self._cost, self._expected_K)
 
     def observe(self, view: RoundView, record: StepRecord) -> None:
         """`view` is the one that admission saw."""
@@ -119,6 +124,20 @@ class Gate:
             accepted = sum(item.accepted for item in judged)
             weight = min(1.0, _TRUST_WEIGHT * expected)
             self._trust += weight * (accepted / expected - self._trust)
+
+    def _first(self, view: RoundView) -> _Recent:
+        """What to expect of a draft before there was any: that of the length which pays best
+        here."""
+        if self._expected_K is None:
+            return _Recent(_FIRST_GAIN, _FIRST_ADMITTED)
+        gain_K = np.cumsum(self._expected_K)
+        worth = self.throughput.rate(view)
+        nets = [
+            gain - worth * length * self._row_seconds(view, np.full(len(view.requests), length))
+            for length, gain in enumerate(gain_K.tolist(), start=1)
+        ]
+        best = int(np.argmax(nets))
+        return _Recent(float(gain_K[best]), best + 1.0)
 
     def _best(self, view: RoundView, net_R: FloatArray, worth: float) -> BoolArray:
         """The requests whose nets add up to most above what their draft block costs."""

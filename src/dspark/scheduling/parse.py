@@ -1,7 +1,7 @@
 """Policies as users write them."""
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from dspark.core.errors import ConfigError
 from dspark.core.sampling import VerificationRule
@@ -33,19 +33,21 @@ def parse_policy(
     rules: Iterable[VerificationRule] = (),
     has_confidence: bool = True,
     cost: CostSource = lambda: None,
+    expected_K: Sequence[float] | None = None,
 ) -> Policy:
     """The policy that `text` names, see `POLICY_FORMS`.
 
     block_size: the drafter's; None when there is no drafter.
     rules: the verification rules that requests may come with.
     has_confidence: whether the drafter has a confidence head.
+    expected_K: survival of a request that nothing is known of yet, by position, from calibration.
 
     Raises ConfigError for a name or value that does not exist, for a policy that drafts where there
     is no drafter, that needs a confidence head or a cost table where there is none, and for one
     that is not lossless under one of `rules`.
     """
     name, value = _split(text)
-    policy = _parse(text, name, value, block_size, has_confidence, cost)
+    policy = _parse(text, name, value, block_size, has_confidence, cost, expected_K)
     for rule in rules:
         check_rule(policy, rule)
     return policy
@@ -77,6 +79,7 @@ def _parse(
     block_size: int | None,
     has_confidence: bool,
     cost: CostSource,
+    expected_K: Sequence[float] | None,
 ) -> Policy:
     if name == "off":
         if value is not None:
@@ -106,7 +109,7 @@ def _parse(
             f"policy {text!r} needs a cost table of this machine, target and drafter; "
             f"run dspark profile, or use fixed:1 to fixed:{block_size}, threshold:X or off"
         )
-    return _BY_COST[name].gated(model, forward_only=value is not None)
+    return _BY_COST[name].gated(model, forward_only=value is not None, expected_K=expected_K)
 
 
 def _parse_fixed(text: str, value: str | None, block_size: int | None) -> Policy:
