@@ -37,6 +37,9 @@ MODEL = step_model(0.7, 1.0, 1.45, 1.8, 1.9, 2.1, 2.2, 2.5, draft=0.25)
 JAGGED = CurveCost(SpsCurve.from_points(range(1, 9), [1.5, 1.0, 0.69, 0.55, 0.52, 0.48, 0.45, 0.4]))
 """The curve on which a biased search is seen; see test_losslessness."""
 
+EXPECTED = (0.8, 0.5)
+"""As a calibration would have it: drafts of two tokens, sometimes worth their time."""
+
 POLICIES: dict[str, Policy] = {
     "off": Off(),
     "fixed:2": FixedLength(2),
@@ -45,13 +48,22 @@ POLICIES: dict[str, Policy] = {
     "early:forward": Early.gated(MODEL, forward_only=True),
     "async": Async.gated(MODEL),
     "marginal": Marginal.gated(MODEL),
+    "early, with an expectation": Early.gated(MODEL, expected_K=EXPECTED),
+    "async, with an expectation": Async.gated(MODEL, expected_K=EXPECTED),
     "early, no gate": Early(MODEL),
     "async, no gate": Async(MODEL),
     "marginal, no gate": Marginal(MODEL),
     "early on a jagged curve, no gate": Early(JAGGED),
     "async on a jagged curve, no gate": Async(JAGGED),
 }
-GATED = ("early", "early:forward", "async", "marginal")
+GATED = (
+    "early",
+    "early:forward",
+    "async",
+    "marginal",
+    "early, with an expectation",
+    "async, with an expectation",
+)
 
 
 @pytest.fixture

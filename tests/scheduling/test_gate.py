@@ -166,11 +166,34 @@ def test_ids_that_are_gone_are_forgotten_and_a_fresh_policy_knows_nothing() -> N
     Machine(policy, lambda r, t: BAD).run((0, 1), range(100))
     policy.wants_draft(view_of((5,), 100))
     assert [*policy.gate._recent] == [5]
-    fresh = policy.fresh()
-    assert fresh.gate is not policy.gate and fresh.gate._mean.gain == Gate(MODEL)._mean.gain
+    assert policy.fresh().gate._mean is None
 
 
 def test_nobody_may_draft_and_nobody_is_there() -> None:
     gate = Gate(MODEL)
     assert gate.open(replace(view_of((0,), 0), max_admit_R=np.array([0]))).tolist() == [False]
     assert gate.open(view_of((), 1)).tolist() == []
+
+
+@pytest.mark.parametrize("policy", [Early, Async])
+def test_what_calibration_expects_decides_before_the_first_draft(policy) -> None:
+    """A batch where drafts cannot pay is not charged for finding out."""
+    bad = policy.gated(MODEL, expected_K=BAD)
+    wanted = Machine(bad, lambda r, t: BAD).run((0, 1), range(1000))
+    assert not wanted[:20].any()
+    assert wanted.any(), "it is tried now and then all the same"
+    good = policy.gated(MODEL, expected_K=GOOD)
+    assert Machine(good, lambda r, t: GOOD).run((0, 1), range(60)).all()
+
+
+def test_an_expectation_that_is_wrong_is_given_up() -> None:
+    hopeful = Early.gated(MODEL, expected_K=GOOD)
+    assert Machine(hopeful, lambda r, t: BAD).run((0,), range(300))[100:].mean() < 0.1
+    doubting = Early.gated(MODEL, expected_K=BAD)
+    assert Machine(doubting, lambda r, t: GOOD).run((0,), range(300))[200:].all()
+
+
+def test_a_copy_begins_with_the_same_expectation() -> None:
+    policy = Early.gated(MODEL, expected_K=BAD)
+    Machine(policy, lambda r, t: GOOD).run((0,), range(300))
+    assert not Machine(policy.fresh(), lambda r, t: BAD).run((0,), range(10)).any()
