@@ -5,9 +5,11 @@ Batches of 1 .. 32 requests in flight decode under `off`, `fixed:1` .. `fixed:7`
 same and `global` under `coupled`, the one rule that `global` is lossless under. All take turns,
 each round starting with another. Where no cost table fits, this machine is profiled first.
 
-Prints, for every batch size, tokens per second over those of `off`, and `async` over the best other
-choice (goal: at least 0.97); over the whole sweep the geometric mean of each policy's ratios; and
-the verification budget per request against load (the paper's figure 8), drawn with --plot.
+Prints, for every batch size, tokens per second over those of `off`, by the clock and once more in
+the seconds of the cost table (what was decided, whatever the machine did meanwhile), and `async`
+over the best other choice (goal: at least 0.97); over the whole sweep the geometric mean of each
+policy's ratios; and the verification budget per request against load (the paper's figure 8), drawn
+with --plot.
 
     python benchmarks/policy_sweep.py --files PROMPT_FOLDER --plot figure8.png
 """
@@ -33,11 +35,13 @@ def policies_of(block_size: int, *, coupled: bool) -> list[str]:
     return ["off", *fixed, *own, *(["global"] if coupled else [])]
 
 
-def ratios(result: Bench) -> dict[int, dict[str, float]]:
-    """Concurrency -> policy -> throughput over that of off, a median of rounds."""
+def ratios(result: Bench, *, modelled: bool = False) -> dict[int, dict[str, float]]:
+    """Concurrency -> policy -> throughput over that of off: a median of rounds, or as the cost
+    table has it (`BenchRow.modelled`)."""
     found: dict[int, dict[str, float]] = {}
     for row in result.rows:
-        found.setdefault(row.concurrency, {})[row.policy] = row.speedup or math.nan
+        ratio = row.modelled if modelled else row.speedup
+        found.setdefault(row.concurrency, {})[row.policy] = ratio or math.nan
     return found
 
 
@@ -46,11 +50,12 @@ def against_best(own: dict[str, float], policy: str) -> float:
     return own[policy] / max(value for name, value in own.items() if name != policy)
 
 
-def print_report(result: Bench) -> None:
-    table = ratios(result)
+def print_report(result: Bench, *, modelled: bool = False) -> None:
+    table = ratios(result, modelled=modelled)
     names = [*next(iter(table.values()))]
     budgets = {(row.policy, row.concurrency): row.verified_per_request for row in result.rows}
-    print(f"{result.verification}, tokens per second over off, and verified rows a request:")
+    how = "by the cost table, decoding alone" if modelled else "by the clock"
+    print(f"{result.verification}, tokens per second over off {how}, and verified rows a request:")
     print("policy".ljust(14), *(f"{count:>12}" for count in table), "   all")
     for name in names:
         cells = [f"{own[name]:6.2f} ({budgets[name, count]:.1f})" for count, own in table.items()]
@@ -112,6 +117,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         progress=progress,
     )
     print_report(result)
+    if any(row.modelled is not None for row in result.rows):
+        print_report(result, modelled=True)
     if args.plot is not None:
         draw(result, args.plot)
     names = {row.policy for row in result.rows}

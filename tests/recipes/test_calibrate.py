@@ -18,7 +18,7 @@ from dspark.core.errors import CheckpointError, ConfigError, DataError
 from dspark.core.sampling import SamplingParams
 from dspark.data.prompts import read_prompts
 from dspark.recipes.calibrate import calibrate, check_files, draw, export_file, split_halves
-from dspark.recipes.calibration import candidate_set, read_calibration
+from dspark.recipes.calibration import candidate_set, expected_survival, read_calibration
 from dspark.recipes.llm import LLM
 from dspark.recipes.round_file import RoundFile
 from dspark.scheduling.probing import Probing
@@ -132,6 +132,8 @@ def test_conditions_lie_side_by_side_and_the_nearest_serves(llm, prompts, folder
     served_with = scalings[result.condition]
     # The resumed run above fitted it again, on logits rounded in other batches.
     assert served_with.temperatures == pytest.approx([*result.entry.temperatures], rel=1e-4)
+    expected = expected_survival(read_bundle(folder / "draft"))
+    assert expected == result.entry.mean_survival
     assert served_with.offsets == pytest.approx([*result.entry.offsets], abs=1e-4)
     assert any(line.startswith("calibration: rejection, temperature 1") for line in lines)
     served.start([[5, 6]], SamplingParams(temperature=0.9, max_new_tokens=2))

@@ -193,6 +193,10 @@ def test_bench_profiles_first_if_no_table_fits(
     assert profiled == [llm]
     assert [row.policy for row in result.rows] == ["off", "async"]
     assert result.verification == "rejection"
+    result = bench(llm, prompts, sampling, policies=["off", "fixed:2"], concurrencies=[2], rounds=1)
+    off, useless = result.rows
+    assert off.modelled == 1.0
+    assert useless.modelled is not None and useless.modelled < 1.0, "drafts that cost and lose"
     result = bench(
         llm, prompts, sampling, policies=["global", "marginal"], concurrencies=[2], rounds=1
     )

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from dspark.core.errors import ConfigError
+from dspark.core.records import StepRecord
 from dspark.core.sampling import SamplingParams, VerificationRule
 from dspark.data.prompts import Prompt
 from dspark.evaluation.acceptance import measure_acceptance
@@ -14,9 +15,12 @@ from dspark.recipes.llm import LLM
 from dspark.recipes.profile import ensure_costs
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job, make_jobs
+from dspark.scheduling.cost_model import CostModel
 from dspark.scheduling.policies import Policy, check_rule
 
 _WARM_UP_TOKENS = 16
+_TYPICAL_CONTEXT = 128.0
+"""Tokens a request, for modelled time: the context that most of a cost table is measured at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,10 @@ class BenchRow:
     """Median over requests: sent to first token."""
     tpot_ms: float | None
     """Median over requests: per token after the first."""
+    modelled: float | None = None
+    """Throughput over that of `off` in seconds of the cost table instead of the clock, decoding
+    steps alone: what the policy decided, whatever the machine did meanwhile. None without a table
+    or without `off`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +119,7 @@ def bench(
                 result = closed_loop(llm, loads[concurrency], policy, concurrency=concurrency)
                 results[policy.name, concurrency].append(result)
                 advance(1, f"{policy.name} at {concurrency}")
+    cost = llm.cost_model()
     return Bench(
         rows=tuple(
             _row(
@@ -118,6 +127,7 @@ def bench(
                 concurrency,
                 results[policy.name, concurrency],
                 results.get(("off", concurrency)),
+                cost,
             )
             for policy, concurrency in cells
         ),
@@ -137,7 +147,11 @@ def _common_rule(policies: Sequence[Policy]) -> VerificationRule:
 
 
 def _row(
-    policy: str, concurrency: int, runs: list[LoadResult], plain: list[LoadResult] | None
+    policy: str,
+    concurrency: int,
+    runs: list[LoadResult],
+    plain: list[LoadResult] | None,
+    cost: CostModel | None,
 ) -> BenchRow:
     acceptance = measure_acceptance(
         [record for run in runs for step in run.records for record in step.rounds]
@@ -157,7 +171,28 @@ def _row(
         verified_per_request=acceptance.verification_budget,
         ttft_ms=1000 * median(median(run.ttft) for run in runs),
         tpot_ms=1000 * median(tpot) if tpot else None,
+        modelled=None if plain is None or cost is None else _modelled(runs, plain, cost),
     )
+
+
+def _modelled(runs: list[LoadResult], plain: list[LoadResult], cost: CostModel) -> float | None:
+    """Tokens a second of the cost table over those of `plain`; None where every step read a prompt,
+    whose time the table does not know."""
+    rates = []
+    for own in (runs, plain):
+        steps = [s for run in own for s in run.records if s.rounds and not s.prefill_tokens]
+        seconds = sum(_modelled_seconds(step, cost) for step in steps)
+        if not seconds:
+            return None
+        rates.append(sum(round_.emitted for step in steps for round_ in step.rounds) / seconds)
+    return rates[0] / rates[1]
+
+
+def _modelled_seconds(step: StepRecord, cost: CostModel) -> float:
+    requests, context = len(step.rounds), len(step.rounds) * _TYPICAL_CONTEXT
+    drafting = sum(round_.proposed > 0 for round_ in step.rounds)
+    own = cost.step_seconds(step.batch_tokens, requests=requests, context_tokens=context)
+    return float(own) + cost.draft_seconds(drafting, requests=requests, context_tokens=context)
 
 
 def _short(jobs: Sequence[Job]) -> list[Job]:
