@@ -38,7 +38,7 @@ def test_nan_logits_are_refused() -> None:
 @pytest.mark.parametrize(
     ("temperatures", "message"),
     [
-        ([1.0], "1 temperatures; the drafter's block is 2"),
+        ([1.0], "for blocks of 1; the drafter's block is 2"),
         ([1.0, 0.0], "must be positive"),
         ([1.0, math.nan], "must be positive"),
         ([1.0, math.inf], "must be positive and finite"),
@@ -63,6 +63,6 @@ def test_as_many_offsets_as_temperatures() -> None:
 def test_rows_may_have_a_scaling_of_their_own() -> None:
     logits_RK = [[1.0, 2.0], [1.0, 2.0]]
     other = Scaling([2.0, 4.0], [0.5, -0.5])
-    both = conditional_confidence(logits_RK, Scaling.rows([Scaling.none(2), other]))
+    both = conditional_confidence(logits_RK, Scaling.rows([Scaling.identity(2), other]))
     assert both[0].tolist() == conditional_confidence(logits_RK)[0].tolist()
     assert both[1].tolist() == conditional_confidence(logits_RK, other)[1].tolist()

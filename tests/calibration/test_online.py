@@ -69,6 +69,7 @@ def test_drift_is_found_and_undone_and_recorded():
     assert 1 in first.drifted
     assert first.mean_ece_after < first.mean_ece_before
     assert len(lines) == len(calibration.refits)
+    assert f"refitted, mean ECE {first.mean_ece_before:.1%} to" in lines[0]
     held_out = synthetic(9000, (2.0, 1.0, 2.0), seed=2)
     for column in range(BLOCK):
         labels = held_out.labels(column)
@@ -109,6 +110,23 @@ def test_positions_that_are_seldom_verified_keep_theirs():
     assert fitted.temperatures[0] > 1.4
     assert fitted.temperatures[1:].tolist() == [1.0, 1.0]
     assert fitted.offsets[1:].tolist() == [0.0, 0.0]
+
+
+def test_a_neighbours_refit_is_pulled_within_reach_first():
+    """Greedy rounds served with what sampled ones were refitted to, far from where they began."""
+    greedy = SamplingParams(temperature=0.0)
+    config = OnlineConfig(
+        window=2000, every=500, least=500, step=3.0, reach=9.0, offset_step=1.0, offset_reach=4.0
+    )
+    calibration = OnlineCalibration({}, PROPOSALS, BLOCK, config=config)
+    calibration.expect(greedy)
+    serve(calibration, synthetic(5000, (8.0, 8.0, 8.0), shift=-3.0))
+    tight = OnlineConfig(window=2000, every=500, least=500, reach=1.5, offset_reach=0.2)
+    calibration.config = tight
+    serve(calibration, synthetic(5000, (0.5, 0.5, 0.5), shift=2.0), sampling=greedy)
+    fitted = calibration.snapshot().scalings[Condition.of(greedy, PROPOSALS)]
+    assert ((fitted.temperatures >= 1 / 1.5 - 1e-9) & (fitted.temperatures <= 1.5 + 1e-9)).all()
+    assert (np.abs(fitted.offsets) <= 0.2 + 1e-9).all()
 
 
 def test_a_condition_of_its_own_begins_at_the_nearest_and_leaves_it_alone():

@@ -18,7 +18,7 @@ from dspark.core.errors import DataError
 from tests.calibration.synthetic import BLOCK, synthetic
 
 OVER_CONFIDENT = (3.0, 0.5, 2.0)
-HEAD = Scaling.none(BLOCK)
+HEAD = Scaling.identity(BLOCK)
 
 
 def error(rounds, temperatures, column):

@@ -97,7 +97,7 @@ def test_a_calibration_of_another_drafter_is_refused(path, arguments, message):
         (lambda d: d.pop("weights_sha256"), "weights_sha256"),
         (lambda d: d["conditions"].append(d["conditions"][0]), "is there twice"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, 2.0]), "and 3 offsets"),
-        (lambda d: d["conditions"][0].update(temperatures_alone=[1.0]), "holds 1 temperatures"),
+        (lambda d: d["conditions"][0].update(temperatures_alone=[1.0]), "for blocks of 1"),
         (lambda d: d["conditions"][0].update(offsets=[0.0, math.nan, 0.0]), "finite"),
         (lambda d: d["conditions"][0].pop("offsets"), "offsets"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, 0.0, 1.0]), "must be positive"),

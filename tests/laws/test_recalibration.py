@@ -48,7 +48,7 @@ def scaling(finished):
         step = StepRecord(step=0, batch_tokens=1, prefill_tokens=0, rounds=(record,))
         calibration.observe(step, {0: SAMPLING})
     known = calibration.snapshot().scalings
-    return next(iter(known.values())) if known else Scaling.none(BLOCK)
+    return next(iter(known.values())) if known else Scaling.identity(BLOCK)
 
 
 USED = set()

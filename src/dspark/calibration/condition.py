@@ -19,7 +19,7 @@ class CandidateSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """One way of decoding, for which confidence temperatures were or may be fitted.
+    """One way of decoding, for which confidences were or may be calibrated.
 
     At temperature 0 neither the rule nor the truncation changes anything, so they are set to their
     defaults there: all greedy requests share a condition.

@@ -55,7 +55,7 @@ class Scaling:
             )
 
     @classmethod
-    def none(cls, block_size: int) -> Self:
+    def identity(cls, block_size: int) -> Self:
         """The head as it is."""
         return cls(np.ones(block_size), np.zeros(block_size))
 
@@ -103,6 +103,6 @@ def check_block_size(scaling: Scaling, block_size: int) -> None:
     """ConfigError unless it is for blocks of this many tokens."""
     if scaling.block_size != block_size:
         raise ConfigError(
-            f"calibration holds {scaling.block_size} temperatures; the drafter's block is "
+            f"calibration is for blocks of {scaling.block_size}; the drafter's block is "
             f"{block_size}; calibrate this bundle again"
         )

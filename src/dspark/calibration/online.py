@@ -95,7 +95,7 @@ class OnlineCalibration:
             return
         self._windows[wanted] = _Window(self.config.window, self._block_size)
         if not self._bundle:
-            self._base[wanted] = Scaling.none(self._block_size)
+            self._base[wanted] = Scaling.identity(self._block_size)
             return
         nearest = Snapshot(0, self._proposals, self._bundle).nearest(wanted)
         self._base[wanted] = self._bundle[nearest]
@@ -148,7 +148,7 @@ class OnlineCalibration:
         )
         self._say(
             f"calibration drifted at positions {[*drifted]} ({condition}): refitted, mean "
-            f" ECE {before:.1%} to {after:.1%} over the last {len(rounds)} rounds"
+            f"ECE {before:.1%} to {after:.1%} over the last {len(rounds)} rounds"
         )
 
     def _current(self, condition: Condition) -> Scaling:
@@ -156,17 +156,24 @@ class OnlineCalibration:
         return known[self._snapshot.nearest(condition)] if known else self._base[condition]
 
     def _bounds(self, current: Scaling, base: Scaling) -> tuple[Scaling, Scaling]:
-        """What a refit may make of the current scaling, at least and at most."""
+        """What a refit may make of the current scaling, at least and at most.
+
+        A condition of its own may be served with the refit of a neighbour, which started elsewhere:
+        it is pulled within this one's reach first.
+        """
         own = self.config
-        temperatures, offsets = current.temperatures, current.offsets
+        low, high = base.temperatures / own.reach, base.temperatures * own.reach
+        temperatures = np.clip(current.temperatures, low, high)
+        least, most = base.offsets - own.offset_reach, base.offsets + own.offset_reach
+        offsets = np.clip(current.offsets, least, most)
         return (
             Scaling(
-                np.maximum(temperatures / own.step, base.temperatures / own.reach),
-                np.maximum(offsets - own.offset_step, base.offsets - own.offset_reach),
+                np.maximum(temperatures / own.step, low),
+                np.maximum(offsets - own.offset_step, least),
             ),
             Scaling(
-                np.minimum(temperatures * own.step, base.temperatures * own.reach),
-                np.minimum(offsets + own.offset_step, base.offsets + own.offset_reach),
+                np.minimum(temperatures * own.step, high),
+                np.minimum(offsets + own.offset_step, most),
             ),
         )
 

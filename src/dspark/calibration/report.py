@@ -27,8 +27,10 @@ class PositionReport:
     """Share of them that accepted the prefix."""
     temperature: float
     offset: float
+    temperature_alone: float
+    """Fitted alone, the paper's calibration."""
     ece_temperature_alone: float
-    """Under the temperatures fitted alone, the paper's calibration."""
+    """Under it, and those before it."""
     ece_before: float
     ece_before_ci95: Interval
     ece_after: float
@@ -67,7 +69,8 @@ def report(
     """
     check_enough(rounds)
     before_NK, after_NK = survival(rounds), survival(rounds, scaling)
-    alone_NK = survival(rounds, Scaling.of_temperatures(temperatures_alone))
+    paper = Scaling.of_temperatures(temperatures_alone)
+    alone_NK = survival(rounds, paper)
     generator = np.random.default_rng(seed)
     reports = []
     for column in range(rounds.block_size):
@@ -90,6 +93,7 @@ def report(
                 accepted=float(labels.mean()),
                 temperature=float(scaling.temperatures[column]),
                 offset=float(scaling.offsets[column]),
+                temperature_alone=float(paper.temperatures[column]),
                 ece_temperature_alone=float(alone.ece(alone.once)[0]),
                 ece_before=float(before.ece(before.once)[0]),
                 ece_before_ci95=spread(before.ece),

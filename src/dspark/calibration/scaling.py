@@ -1,7 +1,7 @@
 """Two ways to calibrate confidences: the paper's temperatures, and temperatures with offsets.
 
 A confidence head is trained at random positions of texts, drafting rounds begin behind rejections,
-where less is accepted: it is too sure of every position, by about as much. A temperature turns
+where less is accepted: it is too sure of every position. A temperature turns
 logits about zero and cannot take that away; a temperature with an offset can (Platt scaling). The
 paper's own stays for engines that know no other (`calibration.export`), and to be compared with.
 """
@@ -21,7 +21,7 @@ FEW_ROUNDS = 1000
 """Below it a report says so: a perfect predictor shows an ECE of 2% and more."""
 
 GRID: FloatArray = np.geomspace(0.1, 10.0, 161)
-"""Temperatures that are tried: 2.9% apart, 1 among them. A scaling's stay within them as well."""
+"""Temperatures that are tried: 2.9% apart, 1 among them. Its ends bound those of a scaling, too."""
 MOST_OFFSET = 5.0
 """In logits; beyond it a position is never or always accepted."""
 _PRIOR = 4.0
@@ -43,6 +43,8 @@ def fit_scaling(
     size = rounds.block_size
     least = least or Scaling(np.full(size, GRID[0]), np.full(size, -MOST_OFFSET))
     most = most or Scaling(np.full(size, GRID[-1]), np.full(size, MOST_OFFSET))
+    assert (least.temperatures <= most.temperatures).all()
+    assert (least.offsets <= most.offsets).all()
     temperatures, offsets = np.ones(size), np.zeros(size)
     for column in range(size):
         reached = rounds.counted(column) & (rounds.accepted_N >= column)

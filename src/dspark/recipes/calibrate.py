@@ -324,12 +324,14 @@ def _remarks(positions: Sequence[PositionReport]) -> tuple[str, ...]:
             f"predictor would show an ECE of {least.ece_floor:.1%} there; more prompts, --samples "
             "or --max-new-tokens narrow it"
         )
-    edges = [p.position for p in positions if np.isclose(p.temperature, [GRID[0], GRID[-1]]).any()]
-    if edges:
-        remarks.append(
-            f"the temperatures of positions {edges} are at the edge of what is tried, "
-            f"{GRID[0]:g} to {GRID[-1]:g}: the head says little there, or the sample is small"
-        )
+    ends = [GRID[0], GRID[-1]]
+    for name in ("temperature", "temperature_alone"):
+        edges = [p.position for p in positions if np.isclose(getattr(p, name), ends).any()]
+        if edges:
+            remarks.append(
+                f"{name} of positions {edges} is at the edge of what is tried, {GRID[0]:g} to "
+                f"{GRID[-1]:g}: the head says little there, or the sample is small"
+            )
     constant = [p.position for p in positions if p.auc is None]
     if constant:
         remarks.append(f"positions {constant} were all accepted or all rejected: no AUC there")
