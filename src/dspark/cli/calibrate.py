@@ -114,7 +114,7 @@ def calibrate(
 def report(result: "CalibrationResult") -> str:
     """The result for people."""
     header = ["position", "rounds", "accepted", "temperature", "offset",
-              "ECE before", "temperature alone", "ECE after",
+              "ECE before", "ECE, T alone", "ECE after",
               "95% interval", "floor", "AUC", "Brier", "bias"]  # fmt: skip
     rows = [
         [

@@ -184,8 +184,8 @@ ManyRequests = Annotated[
     bool,
     typer.Option(
         "--many-requests",
-        help="Beside q4 or int8 weights: serve greedy and seeded requests with the copy for many "
-        "rows. Slower for one at a time, much faster for many.",
+        help="Beside q4 or int8 weights: serve greedy and seeded requests with the bf16 copy of "
+        "the weights. Slower for one at a time, 1.4 to 2.8 times as fast at 32 requests.",
     ),
 ]
 Json = Annotated[

@@ -55,7 +55,7 @@ def serve(
         bool,
         typer.Option(
             "--recalibrate",
-            help="Refit the confidences to what is served, and verify one round in "
+            help="Recalibrate the confidences on what is served, and verify one round in "
             "a hundred whole for it.",
         ),
     ] = False,

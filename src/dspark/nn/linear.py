@@ -54,8 +54,8 @@ class RowMode:
     prompt_from: int | None = None
     """Rows from here on are prompts (RaggedBatch.prompt_from)."""
     many: bool = False
-    """Exact rows are all served as those of prompts are. Never changed once something was
-    served."""
+    """In exact mode every row takes the prompt kernel, where a layer has one of its own. Never
+    changed once something was served."""
 
 
 class PackedLinear(nn.Module):

@@ -93,7 +93,7 @@ class ServerMetrics:
         )
         self._refits = Gauge(
             "dspark_calibration_refits",
-            "Refits of the confidences while serving",
+            "Recalibrations of the confidences while serving",
             registry=self.registry,
         )
         self._reliability: list[Reliability] = []
