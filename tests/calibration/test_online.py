@@ -112,21 +112,22 @@ def test_positions_that_are_seldom_verified_keep_theirs():
     assert fitted.offsets[1:].tolist() == [0.0, 0.0]
 
 
-def test_a_neighbours_refit_is_pulled_within_reach_first():
-    """Greedy rounds served with what sampled ones were refitted to, far from where they began."""
+def test_what_one_condition_sees_does_not_move_another():
     greedy = SamplingParams(temperature=0.0)
-    config = OnlineConfig(
-        window=2000, every=500, least=500, step=3.0, reach=9.0, offset_step=1.0, offset_reach=4.0
-    )
-    calibration = OnlineCalibration({}, PROPOSALS, BLOCK, config=config)
+    calibration = OnlineCalibration({}, PROPOSALS, BLOCK, config=SMALL)
     calibration.expect(greedy)
-    serve(calibration, synthetic(5000, (8.0, 8.0, 8.0), shift=-3.0))
-    tight = OnlineConfig(window=2000, every=500, least=500, reach=1.5, offset_reach=0.2)
-    calibration.config = tight
-    serve(calibration, synthetic(5000, (0.5, 0.5, 0.5), shift=2.0), sampling=greedy)
-    fitted = calibration.snapshot().scalings[Condition.of(greedy, PROPOSALS)]
-    assert ((fitted.temperatures >= 1 / 1.5 - 1e-9) & (fitted.temperatures <= 1.5 + 1e-9)).all()
-    assert (np.abs(fitted.offsets) <= 0.2 + 1e-9).all()
+    serve(calibration, synthetic(5000, (3.0, 3.0, 3.0), shift=-1.0))
+    assert calibration.refits
+    own = calibration.snapshot().scalings[Condition.of(greedy, PROPOSALS)]
+    assert own.temperatures.tolist() == [1.0] * BLOCK
+    assert own.offsets.tolist() == [0.0] * BLOCK
+
+
+def test_offsets_are_bounded_upwards_as_well():
+    config = OnlineConfig(window=2000, every=500, least=500, offset_step=0.3, offset_reach=0.7)
+    calibration = online(config=config)
+    serve(calibration, synthetic(6000, shift=3.0))
+    assert max(calibration.refits[-1].offsets) == pytest.approx(0.7)
 
 
 def test_a_condition_of_its_own_begins_at_the_nearest_and_leaves_it_alone():

@@ -96,13 +96,18 @@ def test_a_calibration_of_another_drafter_is_refused(path, arguments, message):
         (lambda d: d.update(conditions=[]), "at least one entry"),
         (lambda d: d.pop("weights_sha256"), "weights_sha256"),
         (lambda d: d["conditions"].append(d["conditions"][0]), "is there twice"),
-        (lambda d: d["conditions"][0].update(temperatures=[1.0, 2.0]), "and 3 offsets"),
-        (lambda d: d["conditions"][0].update(temperatures_alone=[1.0]), "for blocks of 1"),
+        (lambda d: d["conditions"][0].update(temperatures=[1.0, 2.0]), "must hold 3 numbers"),
+        (lambda d: d["conditions"][0].update(temperatures_alone=[1.0]), "alone must hold 3"),
         (lambda d: d["conditions"][0].update(offsets=[0.0, math.nan, 0.0]), "finite"),
         (lambda d: d["conditions"][0].pop("offsets"), "offsets"),
+        (lambda d: d["conditions"][0].update(offsets=7), "offsets must hold 3 numbers"),
+        (lambda d: d["conditions"][0].update(offsets=[True, 0.0, 0.0]), "offsets must hold 3"),
+        (lambda d: d["conditions"][0].update(temperatures=[10**400, 1, 1]), "not a calibration"),
+        (lambda d: d["conditions"][0].update(positions=[]), "of positions must hold 3"),
+        (lambda d: d["conditions"][0].update(positions=[{}] * 3), "ece_before"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, 0.0, 1.0]), "must be positive"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, -2.0, 1.0]), "must be positive"),
-        (lambda d: d["conditions"][0].update(temperatures=[1.0, "x", 1.0]), "not a calibration"),
+        (lambda d: d["conditions"][0].update(temperatures=[1.0, "x", 1.0]), "must hold 3 numbers"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, math.nan, 1.0]), "finite"),
         (lambda d: d["conditions"][0].update(temperatures=[1.0, math.inf, 1.0]), "finite"),
         (lambda d: d["conditions"][0].update(rule="sampled"), "rejection or coupled"),
@@ -123,7 +128,7 @@ def test_whatever_is_wrong_is_one_line_with_the_file(path, change, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "[" * 100_000])
 def test_a_file_that_is_none_is_refused(path, text):
     path.write_text(text)
     with pytest.raises(CheckpointError, match="not a calibration"):

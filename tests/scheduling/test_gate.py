@@ -197,3 +197,14 @@ def test_a_copy_begins_with_the_same_expectation() -> None:
     policy = Early.gated(MODEL, expected_K=BAD)
     Machine(policy, lambda r, t: GOOD).run((0,), range(300))
     assert not Machine(policy.fresh(), lambda r, t: BAD).run((0,), range(10)).any()
+
+
+def test_a_step_that_only_reads_prompts_decides_nothing() -> None:
+    """The engine's first step has no decoding request: at no load the longest draft is free."""
+    model = linear_model(fixed=1.0, row=0.5, draft=0.05, draft_row=0.01)
+    expected = np.array([0.6, 0.1, 0.03, 0.01])
+    policy = Early.gated(model, expected_K=expected)
+    policy.wants_draft(view_of((), 0))
+    policy.admit(view_of((), 0))
+    wanted = Machine(policy, lambda r, t: expected).run((0,), range(1, 100))
+    assert wanted.all()

@@ -11,7 +11,7 @@ whole without looking at their confidences (`scheduling.probing`) show the rest.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -94,13 +94,16 @@ class OnlineCalibration:
         if wanted in self._windows:
             return
         self._windows[wanted] = _Window(self.config.window, self._block_size)
-        if not self._bundle:
-            self._base[wanted] = Scaling.identity(self._block_size)
-            return
-        nearest = Snapshot(0, self._proposals, self._bundle).nearest(wanted)
-        self._base[wanted] = self._bundle[nearest]
-        if nearest != wanted:
-            self._say(f"calibration: none for {wanted}; using the nearest: {nearest}")
+        base = Scaling.identity(self._block_size)
+        if self._bundle:
+            nearest = Snapshot(0, self._proposals, self._bundle).nearest(wanted)
+            base = self._bundle[nearest]
+            if nearest != wanted:
+                self._say(f"calibration: none for {wanted}; using the nearest: {nearest}")
+        self._base[wanted] = base
+        # From here on it has a scaling of its own: what other conditions see must not move it.
+        own = {**(self._snapshot.scalings or {}), wanted: base}
+        self._snapshot = replace(self._snapshot, scalings=own)
 
     def snapshot(self) -> Snapshot:
         return self._snapshot
@@ -121,7 +124,8 @@ class OnlineCalibration:
         depth = sum(count >= self.config.least for count in rounds.samples)
         if depth == 0:
             return
-        current = self._current(condition)
+        assert self._snapshot.scalings is not None, "expected conditions are there"
+        current = self._snapshot.scalings[condition]
         part = rounds.first(depth)
         drifted = self._drifted(part, current.first(depth))
         if not drifted:
@@ -151,29 +155,18 @@ class OnlineCalibration:
             f"ECE {before:.1%} to {after:.1%} over the last {len(rounds)} rounds"
         )
 
-    def _current(self, condition: Condition) -> Scaling:
-        known = self._snapshot.scalings
-        return known[self._snapshot.nearest(condition)] if known else self._base[condition]
-
     def _bounds(self, current: Scaling, base: Scaling) -> tuple[Scaling, Scaling]:
-        """What a refit may make of the current scaling, at least and at most.
-
-        A condition of its own may be served with the refit of a neighbour, which started elsewhere:
-        it is pulled within this one's reach first.
-        """
+        """What a refit may make of the current scaling, at least and at most."""
         own = self.config
-        low, high = base.temperatures / own.reach, base.temperatures * own.reach
-        temperatures = np.clip(current.temperatures, low, high)
-        least, most = base.offsets - own.offset_reach, base.offsets + own.offset_reach
-        offsets = np.clip(current.offsets, least, most)
+        temperatures, offsets = current.temperatures, current.offsets
         return (
             Scaling(
-                np.maximum(temperatures / own.step, low),
-                np.maximum(offsets - own.offset_step, least),
+                np.maximum(temperatures / own.step, base.temperatures / own.reach),
+                np.maximum(offsets - own.offset_step, base.offsets - own.offset_reach),
             ),
             Scaling(
-                np.minimum(temperatures * own.step, high),
-                np.minimum(offsets + own.offset_step, most),
+                np.minimum(temperatures * own.step, base.temperatures * own.reach),
+                np.minimum(offsets + own.offset_step, base.offsets + own.offset_reach),
             ),
         )
 

@@ -16,6 +16,8 @@ from dspark.core.errors import CheckpointError, ConfigError
 from dspark.core.sampling import SamplingParams
 
 FILE = "calibration.json"
+_PER_POSITION = ("ece_before", "ece_temperature_alone", "ece_after")
+"""What exports and reports read of every position."""
 FORMAT_VERSION = 2
 """2: offsets beside the temperatures."""
 
@@ -101,7 +103,7 @@ def read_table(path: Path, *, block_size: int, weights_sha256: str) -> Calibrati
         raise CheckpointError(f"cannot read {path} ({error.strerror})") from error
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: not a calibration ({error}); calibrate this bundle again, or delete the file"
         ) from error
@@ -160,6 +162,12 @@ def _parse(document: Any) -> CalibrationTable:
 def _parse_condition(record: Any, block_size: int) -> tuple[Condition, Entry]:
     if not isinstance(record, dict):
         raise ValueError("a condition must be an object")
+    for name in ("temperatures", "offsets", "temperatures_alone", "mean_survival"):
+        _check_numbers(record[name], name, block_size)
+    for name in _PER_POSITION:
+        _check_numbers(
+            [row[name] for row in record["positions"]], f"{name} of positions", block_size
+        )
     record = {key: tuple(v) if isinstance(v, list) else v for key, v in record.items()}
     own = [item.name for item in fields(Condition)]
     entry = Entry(**{key: value for key, value in record.items() if key not in own})
@@ -177,3 +185,9 @@ def _parse_condition(record: Any, block_size: int) -> tuple[Condition, Entry]:
     if survival.shape != (block_size,) or not ((survival >= 0) & (survival <= 1)).all():
         raise ValueError(f"mean_survival must hold {block_size} shares")
     return condition, entry
+
+
+def _check_numbers(values: Any, name: str, count: int) -> None:
+    numbers = isinstance(values, list) and all(type(v) in (int, float) for v in values)
+    if not numbers or len(values) != count:
+        raise ValueError(f"{name} must hold {count} numbers")

@@ -1,11 +1,12 @@
 """Files of lines that grow by appending: nothing that was written is ever lost or torn."""
 
 import contextlib
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dspark.core.errors import DSparkError
+from dspark.core.errors import DataError, DSparkError
 
 
 def append_lines(path: Path, lines: Sequence[str], *, before: str) -> None:
@@ -32,13 +33,35 @@ def append_lines(path: Path, lines: Sequence[str], *, before: str) -> None:
         ) from error
 
 
-def whole_lines(path: Path, *, cut: bool = True) -> list[bytes]:
+def whole_lines(path: Path, *, begin: bytes) -> list[bytes]:
     """Its lines without a torn last one, which a process killed in the middle of a write leaves.
 
-    cut: the file loses it, too. Not for who only reads: another process may be writing it now.
+    begin: what the first line of such a file begins with. DataError for another file, which a user
+        may have named by mistake: nothing of it may be cut or overwritten.
     """
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if cut and len(whole) < len(data):
-        os.truncate(path, len(whole))
-    return whole.split(b"\n")[:-1]
+    if not (data.startswith(begin) or begin.startswith(data)):
+        raise DataError(f"{path} holds something else; give another file")
+    lines = data.split(b"\n")
+    return lines if _is_whole(lines[-1]) else lines[:-1]
+
+
+def cut_torn_line(path: Path) -> None:
+    """Takes a torn last line away. For the one process that writes the file, once its lines have
+    been found to be its own."""
+    data = path.read_bytes()
+    torn = data[data.rfind(b"\n") + 1 :]
+    if _is_whole(torn):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    elif torn:
+        os.truncate(path, len(data) - len(torn))
+
+
+def _is_whole(line: bytes) -> bool:
+    """An editor, or a user, may have left the last line without its end."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from dspark.core.errors import DataError
-from dspark.data.lines import append_lines, whole_lines
+from dspark.data.lines import append_lines, cut_torn_line, whole_lines
 from dspark.data.template import TokenIds, supervised_tokens
 
 FORMAT = "dspark-responses/1"
@@ -123,8 +123,12 @@ class ResponseFile:
         append_lines(self.path, lines, before=f"{len(self)} responses")
 
     def _load(self) -> None:
+        try:
+            lines = whole_lines(self.path, begin=b'{"format": "dspark-')
+        except DataError:
+            raise DataError(f"{self.path} is not a response file ({FORMAT})") from None
         header: dict[str, Any] = {}
-        for number, line in enumerate(whole_lines(self.path, cut=not self.read_only), start=1):
+        for number, line in enumerate(lines, start=1):
             where = f"{self.path}, line {number}"
             try:
                 record = json.loads(line)
@@ -144,6 +148,8 @@ class ResponseFile:
                 self._by_key[response.key] = response
         if not self._by_key and not self.read_only:
             os.truncate(self.path, 0)  # nobody's yet, whatever its header says
+        elif not self.read_only:
+            cut_torn_line(self.path)
 
     def _check_header(self, header: dict[str, Any]) -> None:
         for key, ours in self.header.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.core.errors import ConfigError, DataError
-from dspark.data.lines import append_lines, whole_lines
+from dspark.data.lines import append_lines, cut_torn_line, whole_lines
 
 _MARK = "dsparkmarksaturn"
 _SHORTEST = 8
@@ -95,8 +95,9 @@ class SynthesisFile:
         """The first try whose result is not known to be here."""
         self._seen: set[str] = set()
         if path.exists():
-            for number, line in enumerate(whole_lines(path), start=1):
+            for number, line in enumerate(whole_lines(path, begin=b'{"prompt": "'), start=1):
                 self._read(line, f"{path}, line {number}")
+            cut_torn_line(path)
 
     def __len__(self) -> int:
         return len(self._seen)

@@ -1,5 +1,6 @@
 """A bundle's calibration, from its file to what the engine uses."""
 
+import itertools
 from collections.abc import Callable
 
 from dspark.calibration.condition import CandidateSet
@@ -32,14 +33,17 @@ def read_calibration(bundle: Bundle) -> CalibrationTable | None:
 
 
 def expected_survival(bundle: Bundle) -> tuple[float, ...] | None:
-    """Share of prefixes accepted by position, of the default condition or the first there is: what
-    to expect of a request that nothing is known of. None without a calibration."""
-    table = read_calibration(bundle)
+    """What to expect of a request that nothing is known of: the share of prefixes accepted by
+    position, never rising, of the default condition or the first there is. None without a
+    calibration."""
+    table = read_calibration(bundle) if bundle.config.has_confidence else None
     if table is None:
         return None
     entries = table.entries
     default = [entry for condition, entry in entries.items() if condition.is_default]
-    return [*default, *entries.values()][0].mean_survival
+    shares = [*default, *entries.values()][0].mean_survival
+    # Later positions are judged in fewer rounds, and their share of those may be the larger one.
+    return tuple(itertools.accumulate(shares, min))
 
 
 def serving_calibration(

@@ -70,16 +70,19 @@ class Gate:
 
     def open(self, view: RoundView) -> BoolArray:
         """Which requests [R] to draft for."""
-        mean = self._mean = self._mean or self._first(view)
         # Requests that are gone are forgotten; one that comes back starts as a new one does.
-        self._recent = {
-            request: self._recent.get(request) or _Recent(mean.gain, mean.admitted, drafting=True)
-            for request in view.requests
-        }
-        recent = [*self._recent.values()]
+        known = {r: item for r in view.requests if (item := self._recent.get(r))}
         may_draft = view.max_admit_R > 0
         if not may_draft.any():
+            self._recent = known
             return may_draft
+        # Not earlier: a step that only reads prompts has no load to price a draft by.
+        mean = self._mean = self._mean or self._first(view)
+        self._recent = {
+            r: known.get(r) or _Recent(mean.gain, mean.admitted, drafting=True)
+            for r in view.requests
+        }
+        recent = [*self._recent.values()]
         room_R = view.max_admit_R.astype(np.float64)
         admitted_R = np.minimum([item.admitted for item in recent], room_R)
         gain_R = self._trust * np.array([item.gain for item in recent])
