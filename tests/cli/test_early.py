@@ -10,6 +10,7 @@ import dspark.recipes.llm
 import dspark.recipes.make_bundle
 from dspark.cli.main import COMMANDS, build_app, run
 
+FORMS = ("off:3", "early:forwrd", "async:foo", "marginal:forward")
 MEASURES = ("eval", "bench", "calibrate")
 DECODES = ("generate hello", "chat", "serve --port 0", "doctor", *MEASURES)
 BAD = [
@@ -21,7 +22,7 @@ BAD = [
         (c, f"--policy {policy}")
         for c in DECODES
         if c != "calibrate"
-        for policy in ("fixed:0", "fixed:x", "threshold:2", "fixd:3")
+        for policy in ("fixed:0", "fixed:x", "threshold:2", "fixd:3", *FORMS)
     ),
     *((c, f"--temperature {t}") for c in ("generate x", "chat", *MEASURES) for t in ("-1", "nan")),
     *((c, "--max-new-tokens 0") for c in ("generate x", "chat", "doctor", "train", *MEASURES)),
@@ -83,6 +84,52 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(
     said = {"synthesize": "count", "teacher-ranks": "teacher ranks"}.get(name, name)
     assert said.rstrip("s") in last
     assert not [*tmp_path.iterdir()], "and leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--policy fixed:9", "more than the drafter's block of"),
+        ("--draft lookup --policy fixed:9", "more than the drafter's block of 7 tokens"),
+        ("--draft lookup --policy early", "needs a confidence head"),
+        ("--draft-length 1 --policy fixed:2", "more than the drafter's block of 1 tokens"),
+        ("--target nowhere --draft auto --policy fixed:3", "needs a drafter"),
+        ("--draft=", "draft is an empty name"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate hello", "chat", "serve --port 0"])
+def test_what_this_drafter_cannot_do_is_told_before_the_target_is_loaded(
+    command: str,
+    options: str,
+    message: str,
+    nothing_is_loaded: None,
+    bundle_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draft = [] if "--draft " in options else ["--draft", str(bundle_folder)]
+    with pytest.raises(SystemExit) as exit_:
+        run(build_app(COMMANDS), [*command.split(), *draft, *options.split()])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2, captured.err
+    assert message in captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--draft lookup", "there is no drafter to calibrate; give a bundle with --draft"),
+        ("--target nowhere", "there is no drafter to calibrate; give a bundle with --draft"),
+        ("--draft=", "draft is an empty name"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_told_before_the_target_is_loaded(
+    options: str, message: str, nothing_is_loaded: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(build_app(COMMANDS), ["calibrate", *options.split()])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2, captured.err
+    assert message in captured.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", ["generate hello", "chat", "serve --port 0", "eval", "bench"])

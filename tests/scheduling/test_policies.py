@@ -75,7 +75,7 @@ def test_surrounding_space_is_forgiven() -> None:
         ("Off", 7, "did you mean 'off'?"),
         ("off:3", 7, "'off' takes no value"),
         ("off:", 7, "'off' takes no value"),
-        ("fixed", 7, "needs a whole number of tokens: fixed:1 to fixed:7"),
+        ("fixed", 7, "needs a whole number of tokens; use fixed:1 to fixed:7"),
         ("fixed:", 7, "needs a whole number of tokens"),
         ("fixed:two", 7, "needs a whole number of tokens"),
         ("fixed:-1", 7, "needs a whole number of tokens"),

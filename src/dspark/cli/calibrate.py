@@ -1,13 +1,12 @@
 """`dspark calibrate`: make a drafter's confidences probabilities, and say how good they are."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dspark.cli import options
+from dspark.cli.command_line import recorded_command
 from dspark.cli.output import Screen, print_note
 from dspark.cli.sampling import sampling_params
 from dspark.cli.table import number, table
@@ -22,7 +21,14 @@ def calibrate(
     limit: options.Limit = None,
     samples: options.Samples = 1,
     target: options.Target = None,
-    draft: options.Draft = "auto",
+    draft: Annotated[
+        str,
+        typer.Option(
+            help="Draft bundle to calibrate: a folder, into which calibration.json is written. "
+            "Default: the shipped one for the embedded target.",
+            show_default=False,
+        ),
+    ] = "auto",
     verification: Annotated[
         str, typer.Option(help="Verification rule: rejection or coupled.")
     ] = "rejection",
@@ -69,15 +75,18 @@ def calibrate(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Fit the bundle's confidences on half of the prompts, report on the other half."""
-    from dspark.recipes.calibrate import calibrate as fit
-    from dspark.recipes.calibrate import check_files, draw, export_file
+    """Calibrate the bundle's confidences on half of the prompts, report on the other half."""
+    from dspark.recipes.bundles import bundle_folder
+    from dspark.recipes.calibrate import calibratable, check_files, draw, export_file
+    from dspark.recipes.calibrate import calibrate as run_calibration
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
+    from dspark.recipes.values import format_value
 
     sampling = sampling_params(temperature, top_k, top_p, min_p, max_new_tokens, verification)
-    check_files(form, output, plot)
+    check_files(format_value(form), output, plot)
+    calibratable(bundle_folder(draft, target))
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(
@@ -90,11 +99,11 @@ def calibrate(
         calibrated=False,
         progress=progress,
     )
-    result = fit(
+    result = run_calibration(
         llm,
         chosen,
         sampling,
-        command=shlex.join(["dspark", *sys.argv[1:]]),
+        command=recorded_command(),
         samples=samples,
         seed=seed,
         run=run,
@@ -137,8 +146,8 @@ def report(result: "CalibrationResult") -> str:
     entry = result.entry
     return "\n".join([
         f"condition: {result.condition}",
-        f"fitted on {entry.rounds_fitted} rounds of {entry.prompts_fitted} prompts; reported on "
-        f"{entry.rounds_held_out} rounds of {entry.prompts_held_out} others:",
+        f"calibrated on {entry.rounds_fitted} rounds of {entry.prompts_fitted} prompts; reported "
+        f"on {entry.rounds_held_out} rounds of {entry.prompts_held_out} others:",
         "",
         table(header, rows),
         "",

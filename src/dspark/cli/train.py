@@ -1,13 +1,12 @@
 """`dspark train`: a drafter for a target, from on-policy responses."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dspark.cli import options
+from dspark.cli.command_line import recorded_command
 from dspark.cli.output import Screen, print_note
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ def train(
             prompts=prompts or [],
             output=output,
             run=run,
-            command=shlex.join(["dspark", *sys.argv[1:]]),
+            command=recorded_command(),
             target=target,
             weights=weights_value(weights),
             threads=threads,

@@ -81,7 +81,8 @@ class CudaCapture:
                         return function()
         except RuntimeError as error:
             raise DSparkError(
-                f"the draft could not be captured in a CUDA graph; use --no-cuda-graphs ({error})"
+                "the draft could not be captured in a CUDA graph; use --no-cuda-graphs, or "
+                f"LLM(cuda_graphs=False) ({error})"
             ) from error
 
 

@@ -14,11 +14,13 @@ from dspark.drafters.chain_serving import ChainDrafter
 from dspark.drafters.config import DSparkConfig
 from dspark.drafters.dspark import DSparkModel
 from dspark.drafters.fused import LinearFactory, bf16_linear, plain_linear
+from dspark.drafters.lookup import PromptLookup
 from dspark.drafters.serving import DSparkDrafter
 from dspark.nn.four_bit import nearest_four_bit
 from dspark.nn.graphs import Capture
 from dspark.nn.linear import PackedLinear, RowMode, WeightKind, best_kind
 from dspark.nn.seams import Drafter
+from dspark.scheduling.parse import check_form, parse_policy
 from dspark.targets.load import LoadedTarget
 
 SHIPPED = "smollm2-135m"
@@ -31,6 +33,36 @@ LOOKUP = "lookup"
 
 def shipped_bundle() -> Path:
     return Path(__file__).parent.parent / "bundles" / SHIPPED
+
+
+def bundle_folder(draft: str | Path | None, target: str | None) -> Path | None:
+    """The folder of the bundle that `LLM(target, draft=draft)` takes; None where it takes none.
+
+    Raises ConfigError for an empty name, which would be the folder one stands in.
+    """
+    if draft == "":
+        raise ConfigError(
+            "draft is an empty name; give a bundle's folder or lookup, or leave it out"
+        )
+    if draft == "auto":
+        return shipped_bundle() if target is None else None
+    return None if draft is None or draft == LOOKUP else Path(draft)
+
+
+def check_policy(
+    text: str, bundle: Bundle | None, *, lookup: bool, draft_length: int | None
+) -> None:
+    """Raises ConfigError for a policy that the drafter to come cannot have, before the target is
+    loaded; only whether there is a cost table is seen after it."""
+    if bundle is None and not lookup:
+        parse_policy(text, block_size=None)
+        return
+    whole = PromptLookup().block_size if bundle is None else bundle.config.block_size
+    check_form(
+        text,
+        block_size=whole if draft_length is None else min(whole, draft_length),
+        has_confidence=bundle is not None and bundle.config.has_confidence,
+    )
 
 
 def wants_graphs(cuda_graphs: bool | None, device: str, bundle: Bundle | None) -> bool:

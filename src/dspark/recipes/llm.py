@@ -13,7 +13,15 @@ from dspark.data.template import encode_messages, encode_prompt, template_hash
 from dspark.drafters.lookup import PromptLookup
 from dspark.nn.graphs import CudaCapture
 from dspark.nn.seams import Drafter
-from dspark.recipes.bundles import LOOKUP, SHIPPED, make_drafter, shipped_bundle, wants_graphs
+from dspark.recipes.bundles import (
+    LOOKUP,
+    SHIPPED,
+    bundle_folder,
+    check_policy,
+    make_drafter,
+    shipped_bundle,
+    wants_graphs,
+)
 from dspark.recipes.calibration import expected_survival, serving_calibration
 from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
 from dspark.recipes.generation import Generation, RequestOutput
@@ -87,15 +95,17 @@ class LLM:
         if max_requests < 1:
             raise ConfigError(f"max_requests is {max_requests}; it must be at least 1")
         progress = progress or Progress(quiet=True)
-        if draft == "auto":
-            draft = shipped_bundle() if target is None else None
         # Before the target, which takes longer: a wrong path is told at once.
-        bundle = None if draft is None or draft == LOOKUP else read_bundle(Path(draft))
+        folder = bundle_folder(draft, target)
+        bundle = None if folder is None else read_bundle(folder)
+        draft = LOOKUP if draft == LOOKUP else folder
         graphs = wants_graphs(cuda_graphs, device, bundle)
         if draft_length is not None and draft_length < 1:
             raise ConfigError(f"draft_length is {draft_length}; it must be at least 1, or None")
         if draft_length is not None and draft is None:
             raise ConfigError("draft_length is for a drafter; give one with draft, or leave it out")
+        if policy is not None:
+            check_policy(policy, bundle, lookup=draft == LOOKUP, draft_length=draft_length)
         self.calibration: Calibration = Uncalibrated()
         if bundle is not None and calibrated:
             self.calibration = serving_calibration(

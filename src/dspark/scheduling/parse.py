@@ -47,19 +47,21 @@ def parse_policy(
     that is not lossless under one of `rules`.
     """
     name, value = _split(text)
-    policy = _parse(text, name, value, block_size, has_confidence, cost, expected_K)
+    if name != "off" and block_size is None:
+        raise ConfigError(f"policy {text!r} needs a drafter; give one with --draft, or use off")
+    policy = _without_cost(text, name, value, block_size, has_confidence)
+    if policy is None:
+        assert block_size is not None
+        policy = _by_cost(text, name, value, block_size, cost, expected_K)
     for rule in rules:
         check_rule(policy, rule)
     return policy
 
 
-def check_form(text: str) -> None:
-    """Raises ConfigError for what is no policy of any drafter, before one is loaded."""
-    name, value = _split(text)
-    if name == "fixed":
-        _parse_fixed(text, value, None)
-    elif name == "threshold":
-        _parse_threshold(text, value)
+def check_form(text: str, *, block_size: int | None = None, has_confidence: bool = True) -> None:
+    """Raises ConfigError for what is no policy of such a drafter, whatever steps cost: before one
+    is loaded. block_size: None where it is not known yet."""
+    _without_cost(text, *_split(text), block_size, has_confidence)
 
 
 def _split(text: str) -> tuple[str, str | None]:
@@ -72,27 +74,20 @@ def _split(text: str) -> tuple[str, str | None]:
     return name, value if colon else None
 
 
-def _parse(
-    text: str,
-    name: str,
-    value: str | None,
-    block_size: int | None,
-    has_confidence: bool,
-    cost: CostSource,
-    expected_K: Sequence[float] | None,
-) -> Policy:
+def _without_cost(
+    text: str, name: str, value: str | None, block_size: int | None, has_confidence: bool
+) -> Policy | None:
+    """None for a policy that weighs cost. block_size: None where it is not known yet."""
     if name == "off":
         if value is not None:
             raise ConfigError(f"policy {text!r}: 'off' takes no value; write off")
         return Off()
-    if block_size is None:
-        raise ConfigError(f"policy {text!r} needs a drafter; give one with --draft, or use off")
     if name == "fixed":
         return _parse_fixed(text, value, block_size)
     if not has_confidence:
         raise ConfigError(
             f"policy {text!r} needs a confidence head, which this drafter lacks; "
-            f"use fixed:1 to fixed:{block_size}, or off"
+            f"use {_fixed_lengths(block_size)}, or off"
         )
     if name == "threshold":
         return _parse_threshold(text, value)
@@ -103,21 +98,37 @@ def _parse(
         )
     if name == "marginal" and value is not None:
         raise ConfigError(f"policy {text!r}: 'marginal' takes no value; write marginal")
+    return None
+
+
+def _by_cost(
+    text: str,
+    name: str,
+    value: str | None,
+    block_size: int,
+    cost: CostSource,
+    expected_K: Sequence[float] | None,
+) -> Policy:
     model = cost()
     if model is None:
         raise ConfigError(
             f"policy {text!r} needs a cost table of this machine, target and drafter; "
-            f"run dspark profile, or use fixed:1 to fixed:{block_size}, threshold:X or off"
+            f"run dspark profile, or use {_fixed_lengths(block_size)}, threshold:X or off"
         )
     return _BY_COST[name].gated(model, forward_only=value is not None, expected_K=expected_K)
 
 
+def _fixed_lengths(block_size: int | None) -> str:
+    """What a user may write; block_size: None where it is not known yet."""
+    if block_size is None:
+        return "a length like fixed:3, at most the drafter's block"
+    return f"fixed:1 to fixed:{block_size}"
+
+
 def _parse_fixed(text: str, value: str | None, block_size: int | None) -> Policy:
-    """block_size: None where it is not known yet."""
-    most = "the drafter's block" if block_size is None else f"fixed:{block_size}"
-    allowed = f"fixed:1 to {most}"
+    allowed = _fixed_lengths(block_size)
     if value is None or not (value.isascii() and value.isdigit()):
-        raise ConfigError(f"policy {text!r}: 'fixed' needs a whole number of tokens: {allowed}")
+        raise ConfigError(f"policy {text!r}: 'fixed' needs a whole number of tokens; use {allowed}")
     length = int(value)
     if length == 0:
         raise ConfigError(f"policy {text!r} would draft and verify nothing; use off, or {allowed}")
