@@ -177,7 +177,8 @@ def evaluate_contender(
         result = evaluate(
             llm, prompts, sampling, seed=config.seed, domain_of=domain_of, progress=progress
         )
-        _write(_result_file(folder, temperature), result.to_json())
+        # The report goes into a repository: no folders of this machine.
+        _write(_result_file(folder, temperature), result.to_json() | {"drafter": name})
 
 
 def gather(config: ComparisonConfig, work: Path) -> dict[str, Any]:
