@@ -16,7 +16,7 @@ DECODES = ("generate hello", "chat", "serve --port 0", "doctor", *MEASURES)
 BAD = [
     *((c, option) for c in DECODES for option in ("--threads 0", "--weights fp8")),
     *((c, "--max-requests 0") for c in ("serve", "eval", "calibrate", "profile")),
-    *((c, "--device tpu") for c in ("profile", *DECODES)),
+    *((c, "--device tpu") for c in ("profile", "train", *DECODES)),
     *((c, "--draft-length 0") for c in DECODES if c not in ("doctor", "calibrate")),
     *(
         (c, f"--policy {policy}")

@@ -89,7 +89,9 @@ def test_nothing_but_a_target(
     assert dspark(*command, "--plan") == 0
     captured = capsys.readouterr()
     assert "plan: 30 prompts, 60 responses to write" in captured.err
+    assert "device: cpu, matrix products in " in captured.err
     plan = json.loads(captured.out.splitlines()[-1])["plan"]
+    assert plan["device"] == "cpu" and plan["memory_bytes"] > 0
     assert plan["feature_bytes_per_token"] == 2 * 2 * 48
     assert plan["work"]["response_tokens"] == 30 * 2 * 8
     assert min(plan["speeds"].values()) > 0 and plan["seconds"]["training"] > 0

@@ -199,3 +199,70 @@ def test_a_step_that_fails_half_way_loses_no_last_event(monkeypatch):
     assert [(e.request, e.finished) for e in events] == [(ended, "length"), (other, "error")]
     assert events[0].tokens == tuple(plain_greedy()[1][2:3])
     engine.memory.check_integrity([])
+
+
+def run_through(engine):
+    """Events by request, as a service goes on after a step that raised."""
+    events = {}
+    while not engine.idle:
+        try:
+            found = engine.step()
+        except MemoryError as error:
+            found = engine.fail_running(error)
+        for event in found:
+            events.setdefault(event.request, []).append(event)
+    engine.memory.check_integrity([])
+    return events
+
+
+def told(events):
+    """A request's tokens and how it ended."""
+    return [token for event in events for token in event.tokens], events[-1].finished
+
+
+def test_whoever_waits_is_not_failed_for_a_step_whose_requests_have_all_ended(monkeypatch):
+    engine = engine_of(max_requests=1)
+    first, second = (engine.add(PROMPTS[i], GREEDY) for i in (1, 2))
+    record, raised = engine._record, []
+
+    def broken(*args):
+        record(*args)
+        if not engine.running and not raised:
+            raised.append(True)
+            raise MemoryError("our own mistake")
+
+    monkeypatch.setattr(engine, "_record", broken)
+    events = run_through(engine)
+    assert raised
+    assert told(events[first]) == (plain_greedy()[1], "length")
+    assert told(events[second]) == (plain_greedy()[2], "length")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["without pages", "with its place"])
+def test_a_request_that_cannot_be_started_fails_alone(late, monkeypatch):
+    """What runs, and what waits behind it, goes on."""
+    engine = engine_of()
+    before = engine.add(PROMPTS[1], GREEDY)
+    events = engine.step()
+    wrong, after = (engine.add(PROMPTS[i], GREEDY, owner="w" * (i == WRONG)) for i in (WRONG, 4))
+    admit, charge = engine.memory.admit, engine.places.waiting.charge
+
+    def no_pages(state, *args, **options):
+        if state.request.id == wrong:
+            raise MemoryError("no room for it")
+        return admit(state, *args, **options)
+
+    def no_place(owner, tokens):
+        if owner:
+            raise MemoryError("no room for it")
+        charge(owner, tokens)
+
+    if late:
+        monkeypatch.setattr(engine.places.waiting, "charge", no_place)
+    else:
+        monkeypatch.setattr(engine.memory, "admit", no_pages)
+    found = run_through(engine)
+    assert [e.finished for e in found[wrong]] == ["error"]
+    assert "no room for it" in str(found[wrong][0].error)
+    assert told([*events, *found[before]]) == (plain_greedy()[1], "length")
+    assert told(found[after]) == (plain_greedy()[4], "length")

@@ -14,7 +14,8 @@ from dspark.drafters.fused import bf16_linear, plain_linear
 from dspark.drafters.serving import DSparkDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
-from dspark.nn.attention import KEY_TILE, AttentionPlan, plain_attention, ragged_attention
+from dspark.nn.attention import KEY_TILE, plain_attention, ragged_attention
+from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.graphs import CudaCapture
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.noise import RequestNoise, Round, StepNoise
@@ -28,19 +29,9 @@ from dspark.targets.hf import HFTarget
 from dspark.targets.load import in_dtype
 from dspark.targets.tiny import tiny_model
 from tests.engine.setup import BLOCK, MODEL, PROMPTS, VOCAB, untrained
+from tests.gpu.devices import every_device
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 DTYPES = [torch.float32, torch.bfloat16]
-every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 SAMPLING = [

@@ -5,13 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark.nn.attention import (
-    KEY_TILE,
-    AttentionPlan,
-    attention_is_exact,
-    plain_attention,
-    ragged_attention,
-)
+from dspark.nn.attention import KEY_TILE, attention_is_exact, plain_attention, ragged_attention
+from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.kv_cache import KVShape
 from dspark.nn.pages import PagePool
 from dspark.nn.query_tile import TILES, measure_query_tile

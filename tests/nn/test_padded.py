@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dspark.core.sampling import SamplingParams
-from dspark.nn.attention import AttentionPlan, ragged_attention
+from dspark.nn.attention import ragged_attention
+from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.padded_attention import (
     padded_attention,

@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing
 
 from dspark.core.errors import ConfigError
 from dspark.data.packing import pack, share_of
-from dspark.training.ranks import ALONE, Ranks, join
+from dspark.training.ranks import ALONE, Ranks, join, own_device
 from dspark.training.schedule import validation_rounds
 from dspark.training.state import load_state
 from dspark.training.teacher import Traffic
@@ -234,6 +234,46 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             join(teachers=teachers),
         ):
             pass
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As torchrun says it to the second of two processes on one machine."""
+    for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    return monkeypatch
+
+
+def test_each_process_has_a_gpu_of_its_own(second_of_two: pytest.MonkeyPatch) -> None:
+    assert own_device("cuda") == "cuda:1" and own_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="'cuda:0' is one GPU, and torchrun started 2 processes"):
+        own_device("cuda:0")
+    second_of_two.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"2 processes .* finds 1 GPUs.*--nproc-per-node 1"):
+        own_device("cuda")
+    second_of_two.setenv("LOCAL_WORLD_SIZE", "1")  # a process a machine, which may choose
+    assert own_device("cuda:3") == "cuda:3"
+
+
+def test_gradients_go_from_gpu_to_gpu_and_decisions_over_the_host(
+    second_of_two: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+    second_of_two.setattr("torch.cuda.set_device", told.append)
+    second_of_two.setattr("torch.distributed.is_nccl_available", lambda: True)
+    for name in ("init_process_group", "new_group"):
+        second_of_two.setattr(
+            f"torch.distributed.{name}", lambda *args, **options: told.append((args, options))
+        )
+    second_of_two.setattr("torch.distributed.destroy_process_group", lambda: None)
+    with join(device="cuda", teachers=1) as ranks:
+        assert ranks.device == "cuda:1" and ranks.is_teacher
+    device, ((backend,), _), (_, options) = told
+    assert device == "cuda:1" and backend == options["backend"] == "cpu:gloo,cuda:nccl"
+    second_of_two.setattr("torch.distributed.is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match="built without NCCL"), join(device="cuda"):
+        pass
 
 
 def test_traffic() -> None:

@@ -21,7 +21,8 @@ from dspark.drafters.fused import (
     weight_of,
 )
 from dspark.drafters.proposals import ProposalHead, draw
-from dspark.nn.attention import AttentionPlan, ragged_attention
+from dspark.nn.attention import ragged_attention
+from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.binding import embed
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.layers import rms_norm, rotary_angles, rotate

@@ -153,11 +153,11 @@ class Engine:
         return events
 
     def fail_running(self, error: Exception) -> list[TokenEvent]:
-        """Ends everything that runs, after a step that raised; what waits is not touched, unless
-        nothing ran: then the first that waits cannot be started."""
+        """Ends what a step that raised was about: the request that it could not start, or else all
+        that run, which is nobody where they had ended by then. What only waits is not touched."""
         events = self.writing.collect()
-        if not self.running and (found := self.places.waiting.first()) is not None:
-            return [*events, error_event(self.places.waiting.pop(found[0]).request, error)]
+        if (state := self.places.drop_starting()) is not None:
+            return [*events, error_event(state.request, error)]
         return events + [self._commit.fail(state, error) for state in list(self.running)]
 
     def flush(self) -> list[TokenEvent]:

@@ -7,7 +7,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.memory import KVMemory
 from dspark.engine.request import Request, RequestState
 from dspark.engine.waiting import Line, WaitingRequests
-from dspark.nn.attention import FUSED_TILE
+from dspark.nn.attention_plan import FUSED_TILE
 
 
 class Places:
@@ -20,6 +20,8 @@ class Places:
         self.block_size = block_size
         self.waiting = WaitingRequests()
         self.running: list[RequestState] = []
+        self.starting: RequestState | None = None
+        """The waiting request that `prepare_step` is giving a place."""
         self.preemptions = 0
         self.refused = 0
 
@@ -68,6 +70,15 @@ class Places:
             gone.append(state)
         return gone
 
+    def drop_starting(self) -> RequestState | None:
+        """Ends the request whose start raised, if one did, and returns it."""
+        state, self.starting = self.starting, None
+        if state is None:
+            return None
+        self.remove({state.request.id})
+        self.memory.release(state)
+        return state
+
     def _make_room(self) -> None:
         """Pages for whole blocks: whoever gives way does so whatever would have been drafted."""
         for state in sorted(self.running, key=lambda state: state.rank):
@@ -80,6 +91,7 @@ class Places:
         passed: set[Line] = set()
         while (found := self.waiting.first(passed)) is not None:
             line, state = found
+            self.starting = state
             if self.memory.is_coming(state, self.running):
                 passed.add(line)  # until the one that computes the same prompt shares its pages
             elif self._find_place(state):
@@ -87,6 +99,7 @@ class Places:
                 self.waiting.charge(state.request.owner, state.known - state.cached)
             else:
                 break
+        self.starting = None
 
     def _may_grow(self, state: RequestState) -> bool:
         """It does not hold all the pages that it can ever need."""

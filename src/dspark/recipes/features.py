@@ -14,7 +14,8 @@ _ROWS = 512
 
 
 class FeatureExtractor:
-    """A `training.features.FeatureSource`: of each sequence taps [T, F] and final states [T, D]."""
+    """A `training.features.FeatureSource`: of each sequence taps [T, F] and final states [T, D], on
+    the target's device."""
 
     def __init__(self, target: Target, tap_layers: tuple[int, ...]) -> None:
         self.target = target
@@ -23,7 +24,8 @@ class FeatureExtractor:
     def __call__(self, sequences: list[TokenIds]) -> list[tuple[Tensor, Tensor]]:
         longest = max(len(ids) for ids in sequences)
         pool = PagePool(1, longest)
-        store = KVStore(self.target.kv_shape, longest, read_ahead=KEY_TILE)
+        device = self.target.device
+        store = KVStore(self.target.kv_shape, longest, read_ahead=KEY_TILE, device=device)
         table = pool.allocate(longest)
         results = []
         for ids in sequences:
@@ -31,9 +33,9 @@ class FeatureExtractor:
             for start in range(0, len(ids), _ROWS):
                 chunk = ids[start : start + _ROWS]
                 output = self.target.forward(
-                    _chunk_batch(chunk, start, table),
+                    _chunk_batch(chunk, start, table, device),
                     store,
-                    logit_rows_M=torch.zeros(1, dtype=torch.int64),
+                    logit_rows_M=torch.zeros(1, dtype=torch.int64, device=device),
                     tap_layers=self.tap_layers,
                     want_final=True,
                 )
@@ -45,13 +47,15 @@ class FeatureExtractor:
         return results
 
 
-def _chunk_batch(chunk: TokenIds, start: int, table: PageTable) -> RaggedBatch:
+def _chunk_batch(
+    chunk: TokenIds, start: int, table: PageTable, device: torch.device
+) -> RaggedBatch:
     end = start + len(chunk)
     return RaggedBatch(
-        tokens_N=torch.from_numpy(chunk).long(),
-        positions_N=torch.arange(start, end),
-        requests_N=torch.zeros(len(chunk), dtype=torch.int64),
-        slots_N=table.slots(start, end),
+        tokens_N=torch.from_numpy(chunk).long().to(device),
+        positions_N=torch.arange(start, end, device=device),
+        requests_N=torch.zeros(len(chunk), dtype=torch.int64, device=device),
+        slots_N=table.slots(start, end).to(device),
         starts=(0, len(chunk)),
         context_lengths=(end,),
         tables=(table,),

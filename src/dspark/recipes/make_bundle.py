@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dspark.checkpoints.native import check_replaceable
@@ -30,7 +30,7 @@ from dspark.recipes.train import (
 )
 from dspark.recipes.training_data import TrainingData, from_conversations, from_responses
 from dspark.recipes.values import set_threads
-from dspark.targets.load import LoadedTarget, load_target
+from dspark.targets.load import LoadedTarget, check_device, load_target
 from dspark.targets.source import target_name
 from dspark.training.ranks import Parallel, Ranks, join
 from dspark.training.trainer import TrainResult
@@ -55,6 +55,8 @@ class BundleRun:
     """Folder of prompts, responses, features and resumable state; None: <output>-run."""
     target: str | None = None
     weights: WeightKind | None = None
+    device: str = "cpu"
+    """Where everything runs: cpu, or cuda. Under torchrun cuda is a GPU for each process."""
     threads: int | None = None
     skip_bad: bool = False
     """Leave bad lines of the prompt files out instead of stopping there."""
@@ -118,7 +120,9 @@ def make_bundle(run: BundleRun, progress: Progress) -> BundleResult | None:
     Raises subclasses of UserError; those about the drafter before the first response is written.
     """
     set_threads(run.threads)
-    with join(teachers=run.teacher_ranks, parallel=run.parallel) as ranks:
+    check_device(run.device, run.weights)
+    with join(teachers=run.teacher_ranks, parallel=run.parallel, device=run.device) as ranks:
+        run = replace(run, device=ranks.device)
         ranks.check_divides(run.job.train.anchors_per_step)
         progress = progress if ranks.is_first else Progress(quiet=True)
         if not ranks.alone:
@@ -147,6 +151,7 @@ def _train(
     loaded = load_target(
         run.target,
         weights=run.weights,
+        device=run.device,
         template_hash=template_hash,
         init_layers=run.job.shape.layers_to_start,
         say=progress.say,
@@ -286,6 +291,7 @@ def _evaluate(run: BundleRun, held_out: Sequence[Prompt], progress: Progress) ->
         run.target,
         draft=run.output_folder,
         weights=run.weights,
+        device=run.device,
         max_requests=8,
         progress=Progress(quiet=True),
     )

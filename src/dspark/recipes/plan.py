@@ -1,7 +1,5 @@
 """What a training run will take, before it starts: counted where it can be, measured where not."""
 
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +13,15 @@ from dspark.core.sampling import SamplingParams
 from dspark.data.packing import BatchStream, TrainingSequence
 from dspark.data.template import supervised_tokens
 from dspark.drafters.model import DraftModel
+from dspark.engine.budget import free_bytes
+from dspark.recipes.device import clock_of, describe, peak_bytes
 from dspark.recipes.features import FeatureExtractor
 from dspark.recipes.regenerate import RegenerateConfig, answering_engine
 from dspark.targets.load import LoadedTarget
 from dspark.training.batch import load_batch
 from dspark.training.config import TrainConfig
 from dspark.training.objective import objective
+from dspark.training.precision import autocast, matrix_dtype
 from dspark.training.vocab_head import VocabHead
 
 _PROMPT, _NEW = 16, 8
@@ -60,13 +61,16 @@ class Plan:
     work: Work
     speeds: Speeds
     steps: int
+    device: str
+    matrix_products: str
+    """What they are computed in: float32 or bfloat16."""
     feature_bytes_per_token: float
     """0: features are not stored."""
     deepspec_bytes_per_token: int
     """What DeepSpec's cache takes: six bfloat16 states a token."""
     state_bytes: int
     memory_bytes: int
-    """Peak of the process while it was measured, and the optimiser's moments."""
+    """Of the device: its peak while it was measured, and the optimiser's moments."""
     free_disk_bytes: int
     free_memory_bytes: int
 
@@ -107,6 +111,7 @@ class Plan:
             f"{work.text_tokens:,} tokens to train on, in {self.steps:,} steps",
             f"disk: about {_size(self.disk_bytes)} of {_size(self.free_disk_bytes)} free"
             f"{': TOO LITTLE' if short else ''}; {features}",
+            f"device: {self.device}, matrix products in {self.matrix_products}",
             f"memory: about {_size(self.memory_bytes)} in all; "
             f"{_size(self.free_memory_bytes)} are free now",
             "time: about "
@@ -128,9 +133,14 @@ def make_plan(
     feature_bytes_per_token: float,
     folder: Path,
     draft_vocabulary: int | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> Plan:
-    """Measures a few steps of each stage; the model is as it was afterwards."""
+    """Measures a few steps of each stage; the model is as it was afterwards.
+
+    clock: by default the device's, read when it is done.
+    """
+    device = loaded.target.device
+    clock = clock or clock_of(device)
     generated = _generation_speed(loaded, responses, clock)
     taps = model.config.target_layer_ids
     reading = _feature_speed(loaded, taps, clock)
@@ -147,13 +157,15 @@ def make_plan(
         speeds=Speeds(
             generated_per_second=generated, features_per_second=reading, seconds_per_step=step
         ),
+        device=describe(device),
+        matrix_products=str(matrix_dtype(train.compute_dtype, device)).removeprefix("torch."),
         steps=train.steps,
         feature_bytes_per_token=feature_bytes_per_token,
         deepspec_bytes_per_token=6 * model.config.hidden_size * 2,
         state_bytes=2 * 3 * 4 * parameters,  # weights and two moments, two generations
-        memory_bytes=_peak_memory() + 2 * 4 * parameters,
+        memory_bytes=peak_bytes(device) + 2 * 4 * parameters,
         free_disk_bytes=psutil.disk_usage(str(existing)).free,
-        free_memory_bytes=psutil.virtual_memory().available,
+        free_memory_bytes=free_bytes(device),
     )
 
 
@@ -225,7 +237,9 @@ def _step_seconds(
     # Which tokens does not matter here.
     vocabulary = loaded.binding.vocab_size
     ids = None if draft_vocabulary is None else torch.arange(min(draft_vocabulary, vocabulary))
-    head = VocabHead(loaded.binding, model.latent_size, config.torch_dtype, draft_token_ids=ids)
+    device = loaded.target.device
+    dtype = matrix_dtype(config.compute_dtype, device)
+    head = VocabHead(loaded.binding, model.latent_size, dtype, draft_token_ids=ids)
     model.train()
     seconds = 0.0
     for anchors in (max(1, config.anchors_per_step // 8), config.anchors_per_step):
@@ -237,24 +251,13 @@ def _step_seconds(
             seed=0,
         )
         started = clock()
-        batch = load_batch(stream.next_batch(), sequences, features)
-        bfloat16 = config.torch_dtype == torch.bfloat16
-        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        batch = load_batch(stream.next_batch(), sequences, features, device)
+        with autocast(device, dtype):
             step = objective(model, loaded.binding, head, batch, config.objective)
         step.loss.backward()  # type: ignore[no-untyped-call]
         seconds = clock() - started  # of the second: the first warms up
     model.zero_grad(set_to_none=True)
     return seconds
-
-
-def _peak_memory() -> int:
-    """Bytes of this process at most so far; now, where the system does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return int(psutil.Process().memory_info().rss)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak if sys.platform == "darwin" else peak * 1024)
 
 
 def _size(count: float) -> str:

@@ -1,20 +1,19 @@
 """`dspark profile`: what this machine's steps cost, kept for the policies that weigh it."""
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from dspark.core.errors import ConfigError
 from dspark.engine.profiler import CaptureCell, ProfileConfig, passes
 from dspark.engine.profiler import profile as measure
 from dspark.evaluation.cost_plot import Point, check_plots, plot_sps
 from dspark.recipes.cost_tables import save_table, why_none
+from dspark.recipes.device import clock_of
 from dspark.recipes.llm import LLM
 from dspark.recipes.progress import Progress
 from dspark.scheduling.exports import export_table
@@ -125,7 +124,7 @@ def profile(
             llm.loaded.target,
             llm.drafter,
             config,
-            clock=_clock(llm.loaded.target.device),
+            clock=clock_of(llm.loaded.target.device),
             advance=advance,
         )
     table = CostTable(llm.fingerprint, measured.steps, measured.drafts)
@@ -161,15 +160,3 @@ def check_file(file: Path) -> None:
     """Raises ConfigError, before the long work, where a file cannot be written."""
     if file.is_dir() or not file.parent.is_dir():
         raise ConfigError(f"cannot write {file}: give a file in a folder that exists")
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Wall time with everything done that was asked of the device."""
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def synchronized() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return synchronized

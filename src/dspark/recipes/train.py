@@ -169,7 +169,8 @@ def teach_drafters(
 
 
 def starting_model(loaded: LoadedTarget, job: TrainJob) -> DraftModel:
-    """The weights a fresh run starts from: a bundle's, the target's last layers, or noise.
+    """The weights a fresh run starts from, on the target's device: a bundle's, those of the
+    target's last layers, or noise. They are drawn on the CPU: the same for every device.
 
     Raises CheckpointError for a bundle that does not fit, ConfigError for an impossible shape.
     """
@@ -181,13 +182,13 @@ def starting_model(loaded: LoadedTarget, job: TrainJob) -> DraftModel:
                 f"{job.warm_start} is a {kind} drafter, not {job.shape.drafter}; "
                 f"use --drafter {kind}"
             )
-        return bundle.model()
+        return bundle.model().to(loaded.target.device)
     model = build_model(draft_config(loaded.target.config, loaded.binding, job.shape))
     generator = torch.Generator().manual_seed(job.train.seed)
     initialise(model, generator)
     if job.train.start == "target":
         initialise_from_target(model, loaded.binding, generator)
-    return model
+    return model.to(loaded.target.device)
 
 
 def bytes_per_token(config: DraftConfig, features: FeatureMode) -> int:
@@ -212,10 +213,11 @@ def _features(
     source = FeatureExtractor(loaded.target, config.target_layer_ids)
     if job.features == "none":
         return OnlineFeatures(source)
+    weights = loaded.weights or loaded.target.model.dtype  # packed ones, or as they stand on a GPU
     with ranks.first():
         store = FeatureStore(
             folder,
-            target=f"{loaded.name} {loaded.binding.embedding_hash} {loaded.weights}",
+            target=f"{loaded.name} {loaded.binding.embedding_hash} {weights}",
             tap_layers=config.target_layer_ids,
             hidden_size=config.hidden_size,
             kind=job.features,

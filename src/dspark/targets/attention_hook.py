@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from dspark.nn.attention import AttentionPlan, fused_serves, plain_attention, ragged_attention
+from dspark.nn.attention import fused_serves, plain_attention, ragged_attention
+from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.kv_cache import KVStore
 
 ATTENTION_NAME = "dspark_ragged"

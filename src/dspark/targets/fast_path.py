@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dspark.nn.attention import AttentionPlan, ragged_attention
+from dspark.nn.attention import ragged_attention
+from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.kv_cache import KVStore
 from dspark.nn.linear import PackedLinear, RowMode, WeightKind
 from dspark.nn.row_exact import by_rows, for_rows

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dspark.core.errors import TargetError
-from dspark.nn.attention import AttentionPlan, attention_is_exact
+from dspark.nn.attention import attention_is_exact
+from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.linear import RowMode
 from dspark.nn.seams import RaggedBatch, TargetOutput

@@ -97,6 +97,8 @@ def check_device(device: str, weights: WeightKind | None = None) -> None:
         raise ConfigError(
             f"device {device!r} is not here: torch {torch.__version__} finds no CUDA; use cpu"
         )
+    if colon and int(index) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"device {device!r} is not here: torch finds {count}, from cuda:0 on")
     if weights not in (None, "bf16", "fp32"):
         raise ConfigError(f"weights {weights!r} are for a CPU; on {device} use bf16 or fp32")
 

@@ -1,7 +1,7 @@
 """A packed batch as tensors: what one training step reads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +40,17 @@ class Batch(Blocks):
     teacher_rows_M: Tensor
     """Row of `teacher_UD` for each of `slots_M`: ascending without gaps."""
 
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same numbers there: the one place where those of a step change devices."""
+        device = torch.device(device)
+        # Whoever reads on the host must wait for them; a device keeps the order by itself.
+        ahead = device.type != "cpu"
+        moved = {
+            item.name: getattr(self, item.name).to(device, non_blocking=ahead)
+            for item in fields(self)
+        }
+        return Batch(**moved)
+
 
 def slot_sources(packed: PackedBlocks, s: int) -> Int64Array:
     """Positions whose states predict the supervised slots of sequence s of the batch, slot by slot:
@@ -51,9 +62,12 @@ def slot_sources(packed: PackedBlocks, s: int) -> Int64Array:
 
 
 def load_batch(
-    packed: PackedBlocks, sequences: Sequence[TrainingSequence], features: Features
+    packed: PackedBlocks,
+    sequences: Sequence[TrainingSequence],
+    features: Features,
+    device: torch.device | str = "cpu",
 ) -> Batch:
-    """Reads the rows of a packed batch, and no others, from the features."""
+    """Reads the rows of a packed batch, and no others, from the features; they go to `device`."""
     contexts, followers, teachers, slots, teacher_rows = [], [], [], [], []
     lengths = np.diff(packed.context_starts)
     K = packed.supervised_AK.shape[1]
@@ -88,4 +102,4 @@ def load_batch(
         slots_M=torch.from_numpy(np.concatenate(slots)),
         teacher_UD=torch.cat(teachers),
         teacher_rows_M=torch.from_numpy(np.concatenate(teacher_rows)),
-    )
+    ).to(device)

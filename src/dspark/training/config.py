@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-import torch
-
 from dspark.core.errors import ConfigError
 from dspark.training.objective import Objective
+from dspark.training.precision import ComputeDtype
 
-ComputeDtype = Literal["auto", "float32", "bfloat16"]
 FeatureMode = Literal["bf16", "int8", "none"]
 """How features are stored; none: they are computed in every step."""
 FEATURE_MODES: tuple[str, ...] = get_args(FeatureMode)
@@ -46,8 +44,8 @@ class TrainConfig:
     start: Start = "target"
     """What the weights started from; the caller sets them, this records it."""
     compute_dtype: ComputeDtype = "auto"
-    """Of the matrix products; master weights, softmax and losses are float32. auto: bfloat16 where
-    the processor has matrix units for it (AMX), else float32."""
+    """Of matrix products; master weights, softmax and losses are float32.
+    auto is bfloat16 where the device has matrix units for it (`training.precision`)."""
     max_seconds: float | None = None
     """Stop cleanly after this long, to be resumed."""
     save_every_seconds: float = 120.0
@@ -113,17 +111,6 @@ class TrainConfig:
             return self.learning_rate * (step + 1) / warm
         done = (step - warm) / (self.steps - warm)
         return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        if self.compute_dtype == "auto":
-            return torch.bfloat16 if _has_bf16_matrix_units() else torch.float32
-        return torch.bfloat16 if self.compute_dtype == "bfloat16" else torch.float32
-
-
-def _has_bf16_matrix_units() -> bool:
-    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return torch.backends.mkldnn.is_available() and probe is not None and bool(probe())
 
 
 def _known(values: Mapping[str, Any], cls: type) -> Mapping[str, Any]:

@@ -30,7 +30,8 @@ from dspark.core.errors import DataError, DSparkError
 from dspark.data.template import TokenIds
 
 FeatureSource = Callable[[list[TokenIds]], list[tuple[Tensor, Tensor]]]
-"""Token ids of sequences -> for each (taps [T, F], hidden states after the final norm [T, D])."""
+"""Token ids of sequences -> for each (taps [T, F], hidden states after the final norm [T, D]), on
+the target's device."""
 
 FeatureKind = Literal["bf16", "int8"]
 
@@ -48,7 +49,8 @@ class OnlineFeatures:
         return self._of(token_ids)[0][:count]
 
     def final(self, token_ids: TokenIds, positions_M: np.ndarray) -> Tensor:
-        return self._of(token_ids)[1][torch.from_numpy(positions_M)]
+        final_TD = self._of(token_ids)[1]
+        return final_TD[torch.from_numpy(positions_M).to(final_TD.device)]
 
     def _of(self, token_ids: TokenIds) -> tuple[Tensor, Tensor]:
         # A step asks for the context of a sequence, then for its final states.
@@ -137,7 +139,7 @@ class FeatureStore:
 
     def _row(self, ids: TokenIds, taps_TF: Tensor, final_TD: Tensor) -> Tensor:
         _check_finite(taps_TF, final_TD)
-        row = torch.cat([taps_TF, final_TD], dim=1).to(torch.bfloat16)
+        row = torch.cat([taps_TF, final_TD], dim=1).to("cpu", torch.bfloat16)
         assert row.shape == (len(ids), self.width), (row.shape, len(ids), self.width)
         return row
 
@@ -187,8 +189,8 @@ class FeatureStore:
             )
         if found != identity:
             raise DataError(
-                f"{self.folder} holds features of another target, other taps or another kind; "
-                f"delete it: they are computed again"
+                f"{self.folder} holds features of another target, other taps or another kind (so "
+                f"are those of weights in another precision); delete it: they are computed again"
             )
 
 

@@ -28,7 +28,7 @@ def nothing(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
 
 def numbers(totals: dict[str, Ratio]) -> Metrics:
     values = {name: ratio.value.double() for name, ratio in totals.items()}
-    return {name: np.round(value.numpy(), 5).tolist() for name, value in values.items()}
+    return {name: np.round(value.cpu().numpy(), 5).tolist() for name, value in values.items()}
 
 
 class MetricsFile:

@@ -3,6 +3,11 @@
 torchrun starts them and torch.distributed does the work: DDP or FSDP2 between drafter ranks, which
 train, and messages from teacher ranks, which run the target (paper, section 5.1). Rank 0 drafts; it
 alone writes files. One process on its own is the same code, where every question is its own answer.
+
+On GPUs every process has one of its own. Gradients and sums of metrics then go from device to
+device (NCCL); whatever is decided is decided on the host, and goes the way it goes without a GPU
+(gloo): no step waits for a device because of it. So do the rows of teachers, which any drafter can
+take, whatever it computes on.
 """
 
 import os
@@ -27,6 +32,8 @@ Parallel = Literal["ddp", "fsdp"]
 
 # Others wait for rank 0 to generate and to read features. A rank that died is torchrun's to notice.
 _PATIENCE = timedelta(days=30)
+# What gloo and NCCL say of it.
+_RANK_IS_GONE = ("gloo/transport", "ncclRemoteError")
 
 
 class Command(IntEnum):
@@ -47,6 +54,8 @@ class Ranks:
     parallel: Parallel = "ddp"
     group: Any = None
     """torch's process group of the drafters; None for a process on its own."""
+    device: str = "cpu"
+    """What this process computes on."""
 
     @property
     def is_first(self) -> bool:
@@ -177,7 +186,8 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor, cut as the parameter is."""
+    """A whole tensor, cut as the parameter is, and where that is."""
+    tensor = tensor.to(parameter.device)
     if not hasattr(parameter, "placements"):
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -190,12 +200,35 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
+def own_device(device: str) -> str:
+    """The device of this process among those that torchrun started on this machine: of "cuda" each
+    takes the GPU of its number.
+
+    Raises ConfigError where there are too few, or one is named for several processes.
+    """
+    local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device == "cpu" or (here == 1 and device != "cuda"):
+        return device
+    if device != "cuda":
+        raise ConfigError(
+            f"device {device!r} is one GPU, and torchrun started {here} processes on this machine; "
+            f"use cuda, of which each takes its own"
+        )
+    if here > (found := torch.cuda.device_count()):
+        raise ConfigError(
+            f"torchrun started {here} processes on this machine, and torch finds {found} GPUs; "
+            f"each needs its own: start {found} (--nproc-per-node {found})"
+        )
+    return f"cuda:{local}"
+
+
 @contextmanager
-def join(*, teachers: int = 0, parallel: Parallel = "ddp") -> Iterator[Ranks]:
+def join(*, teachers: int = 0, parallel: Parallel = "ddp", device: str = "cpu") -> Iterator[Ranks]:
     """This process among those that torchrun started; on its own where it was not torchrun.
 
-    Raises ConfigError where that cannot be: teachers without torchrun, or none left to train; and
-    DSparkError in place of what gloo says of a rank that is gone.
+    Raises ConfigError where that cannot be: teachers without torchrun, none left to train, or a
+    `device` that not every process can have (`own_device`); and DSparkError in place of what the
+    transport says of a rank that is gone.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if not 0 <= teachers < max(world, 2):
@@ -209,17 +242,24 @@ def join(*, teachers: int = 0, parallel: Parallel = "ddp") -> Iterator[Ranks]:
             "torchrun --nproc-per-node 2 -m -- dspark train ..."
         )
     if world == 1:
-        yield ALONE
+        yield Ranks(device=device)
         return
     if not dist.is_available():
         raise ConfigError("this torch was built without torch.distributed; start one process")
-    dist.init_process_group("gloo", timeout=_PATIENCE)
+    device = own_device(device)
+    backend = "gloo"
+    if device != "cpu":
+        if not dist.is_nccl_available():
+            raise ConfigError("this torch was built without NCCL; start one process, or use cpu")
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"  # which of the two is where a tensor lies
+    dist.init_process_group(backend, timeout=_PATIENCE)
     try:
         drafters = world - teachers
-        group = dist.new_group(range(drafters), timeout=_PATIENCE)
-        yield Ranks(rank, drafters, teachers, parallel, group)
+        group = dist.new_group(range(drafters), timeout=_PATIENCE, backend=backend)
+        yield Ranks(rank, drafters, teachers, parallel, group, device)
     except RuntimeError as error:
-        if "gloo/transport" not in str(error):
+        if not any(sign in str(error) for sign in _RANK_IS_GONE):
             raise
         raise DSparkError(
             "another rank is gone, and with it this run; its error says why"

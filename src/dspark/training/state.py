@@ -65,12 +65,13 @@ def load_state(folder: Path) -> RunState | None:
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and moments, whole: what is written is the same however many ranks trained. A tensor
-    in parts is gathered, for which every drafter rank has to call this."""
-    tensors = {f"model.{name}": full(tensor) for name, tensor in model.state_dict().items()}
+    """Weights and moments, whole and on the CPU: what is written is the same however many ranks
+    trained, and on which devices. A tensor in parts is gathered, for which every drafter rank has
+    to call this."""
+    tensors = {f"model.{name}": full(tensor).cpu() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, tensor in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{name}.{key}"] = full(tensor)
+            tensors[f"optimizer.{name}.{key}"] = full(tensor).cpu()
     return tensors
 
 

@@ -3,7 +3,8 @@
 A teacher sends the tapped features of the context rows of a drafter's blocks and the final hidden
 states at the sampled slots, each once and in bfloat16; the LM head runs where the loss is. Both
 sides draw the same batches from the same seed, so that nothing but rows is sent: shapes and order
-are known. While a step is trained the teachers work on the next.
+are known. While a step is trained the teachers work on the next. Rows go from host to host,
+whatever either side computes on.
 """
 
 from collections.abc import Sequence
@@ -135,13 +136,18 @@ class Teacher:
         if not needed:
             return []
         found = self.source([ids for ids, _, _ in needed])
-        return [
-            (taps_TF[:count].to(torch.bfloat16), final_TD[positions_U].to(torch.bfloat16))
-            for (_, count, positions_U), (taps_TF, final_TD) in zip(needed, found, strict=True)
-        ]
+        rows: list[Rows] = []
+        for (_, count, positions_U), (taps_TF, final_TD) in zip(needed, found, strict=True):
+            sampled_U = torch.from_numpy(positions_U).to(final_TD.device)
+            rows.append((_sent(taps_TF[:count]), _sent(final_TD[sampled_U])))
+        return rows
 
     def _send(self, drafter: int, rows: Sequence[Rows]) -> None:
         for pair in rows:
             for tensor in pair:
                 if len(tensor):
                     dist.send(tensor.contiguous().view(torch.uint8), dst=drafter)
+
+
+def _sent(rows: Tensor) -> Tensor:
+    return rows.to("cpu", torch.bfloat16)

@@ -8,10 +8,8 @@ step and the cursor are the whole state: a run that was killed and resumed ends 
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +24,7 @@ from dspark.training.config import TrainConfig
 from dspark.training.interrupt import deferred_interrupt
 from dspark.training.metrics import Metrics, MetricsFile, add, nothing, numbers
 from dspark.training.objective import Ratio, StepLoss, slot_weights
+from dspark.training.precision import autocast, matrix_dtype
 from dspark.training.ranks import ALONE, Command, Ranks, full
 from dspark.training.schedule import (
     batch_stream,
@@ -83,7 +82,7 @@ class Trainer:
 
         `draft_token_ids` are all that the drafter will propose (None: any); it is trained for that.
         `report` gets every line of metrics, on the first rank. Raises DataError or ConfigError
-        where the folder holds another run.
+        where the folder holds another run. The run is on the device of `model` and `binding`.
         """
         ranks.check_divides(config.anchors_per_step)
         self.model, self.features, self.config = model, features, config
@@ -92,7 +91,8 @@ class Trainer:
         self.file = MetricsFile(self.folder / "metrics.jsonl")
         self.ranks, self.clock, self.report = ranks, clock, report
         self.block_size = model.config.block_size
-        self.dtype = config.torch_dtype
+        self.device = binding.lm_head_VD.device
+        self.dtype = matrix_dtype(config.compute_dtype, self.device)
         self.draft_token_ids = draft_token_ids
         self.head = VocabHead(
             binding, model.latent_size, self.dtype, draft_token_ids=draft_token_ids
@@ -124,7 +124,7 @@ class Trainer:
         self.ranks.tell(Command.STEP, self.stream.cursor)
         whole = self.stream.next_batch()
         batch = self._load(self.ranks.share(whole), self.sequences)
-        with self._autocast():
+        with autocast(self.device, self.dtype):
             loss, metrics = self.loss(batch, self._weight(whole))
         (loss * self.ranks.drafters).backward()  # the mean over ranks is the sum of their losses
         norm = full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
@@ -137,7 +137,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.positions += self.config.anchors_per_step * self.block_size
-        one = torch.ones(())
+        one = torch.ones_like(norm)
         add(self.window, {**metrics, "gradient_norm": Ratio(norm, one)})
 
     def run(self) -> TrainResult:
@@ -193,7 +193,7 @@ class Trainer:
         for taken in validation_rounds(len(batches), self.ranks.drafters):
             index = taken[self.ranks.rank]
             batch = self._load(batches[index], self.held_out)
-            with self._autocast():
+            with autocast(self.device, self.dtype):
                 _, metrics = self.loss(batch)
             counts = index not in taken[: self.ranks.rank]
             add(totals, metrics if counts else nothing(metrics))
@@ -242,10 +242,7 @@ class Trainer:
     def _load(self, packed: PackedBlocks, sequences: Sequence[TrainingSequence]) -> Batch:
         if isinstance(self.features, Received):
             self.features.start_batch()
-        return load_batch(packed, sequences, self.features)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return load_batch(packed, sequences, self.features, self.device)
 
     def _weight(self, whole: PackedBlocks) -> float:
         """Of all supervised slots of a step, on all ranks."""
@@ -256,7 +253,8 @@ class Trainer:
         # The one thing that every rank writes: nobody else has its share.
         rank = "" if self.ranks.drafters == 1 else f"-rank-{self.ranks.rank}"
         path = self.folder / f"bad-batch-{self.step}{rank}.safetensors"
-        save_file({item.name: getattr(batch, item.name) for item in fields(Batch)}, path)
+        here = batch.to("cpu")
+        save_file({item.name: getattr(here, item.name) for item in fields(Batch)}, path)
         return DSparkError(
             f"step {self.step}: the loss is {loss} and the gradient norm {norm}; "
             f"the weights are those before this step, its batch is in {path}; "

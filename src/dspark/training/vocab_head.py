@@ -87,15 +87,16 @@ class VocabHead:
         *,
         draft_token_ids: Tensor | None = None,
         chunk: int | None = None,
-        tile: int = 16,
+        tile: int | None = None,
     ) -> None:
         """`draft_token_ids`: distinct ids [C], the draft vocabulary; None is all tokens.
         `chunk` positions share a product (default: what fits into 128 MiB of logits, at most
-        1024, as every product reads the whole head); `tile` of them at a time are in float32."""
+        1024, as every product reads the whole head); `tile` of them at a time are in float32
+        (default: 16 on a CPU, in whose caches they stay; 256 elsewhere, for fewer kernels)."""
         V, D = binding.lm_head_VD.shape
         self.lm_head_VD, self.logit_scale = binding.lm_head_VD, binding.logit_scale
         self.softcap = binding.logit_softcap
-        self.dtype, self.rank, self.tile = dtype, rank, tile
+        self.dtype, self.rank = dtype, rank
         self.chunk = chunk or max(64, min(1024, _LOGIT_BYTES // (V * dtype.itemsize)))
         # A softcap is not linear: a reference cannot be subtracted inside the product.
         referenced = dtype == torch.bfloat16 and self.softcap is None
@@ -104,7 +105,8 @@ class VocabHead:
         self.teacher = slice(0, D + self.references)
         self.latent = slice(D + self.references, D + self.references + rank)
         device = binding.lm_head_VD.device
-        ids_C = torch.arange(V) if draft_token_ids is None else draft_token_ids
+        self.tile = tile or (16 if device.type == "cpu" else 256)
+        ids_C = torch.arange(V, device=device) if draft_token_ids is None else draft_token_ids
         self.draft_ids_C = ids_C.to(device)
         C = len(ids_C)
         self.columns_V = torch.full((V,), -1, device=device)
@@ -116,8 +118,8 @@ class VocabHead:
         self.draft_IC = self.weight_IV[:, :C]
         self._draft_BC = torch.empty(self.chunk, C, dtype=dtype, device=device)
         self._teacher_BV = torch.empty(self.chunk, V, dtype=dtype, device=device)
-        self._teacher_RV = torch.empty(tile, V, device=device)
-        self._scratch = tuple(torch.empty(tile, C, device=device) for _ in range(3))
+        self._teacher_RV = torch.empty(self.tile, V, device=device)
+        self._scratch = tuple(torch.empty(self.tile, C, device=device) for _ in range(3))
 
     def losses(
         self, inputs: VocabInputs, weights: LossWeights, *, want_gradients: bool
@@ -138,20 +140,25 @@ class VocabHead:
                 w2_Cr=torch.zeros(w2_Cr.shape, device=device),
             )
         weights_M1 = inputs.weights_M[:, None]
+        # Which rows a tile has, on the host: read once, or a device is waited for in every tile.
+        teacher_of = inputs.teacher_rows_M.tolist()
         for start in range(0, M, self.chunk):
             rows = slice(start, min(start + self.chunk, M))
-            teachers_B = inputs.teacher_rows_M[rows]
-            first_teacher, last_teacher = int(teachers_B[0]), int(teachers_B[-1])
+            first_teacher = teacher_of[start]
             draft_BC, teacher_BV = self._logits(
-                draft_MI[rows], teacher_UI[first_teacher : last_teacher + 1]
+                draft_MI[rows], teacher_UI[first_teacher : teacher_of[rows.stop - 1] + 1]
             )
             for first in range(rows.start, rows.stop, self.tile):
                 tile = slice(first, min(first + self.tile, rows.stop))
                 draft_RC = draft_BC[tile.start - start : tile.stop - start]
+                own, last = teacher_of[first], teacher_of[tile.stop - 1]
                 found_3M[:, tile] = tile_losses(
                     self._scratch,
                     draft_RC,
-                    self._teacher_probs(teacher_BV, inputs.teacher_rows_M[tile] - first_teacher),
+                    self._teacher_probs(
+                        teacher_BV[own - first_teacher : last + 1 - first_teacher],
+                        inputs.teacher_rows_M[tile] - own,
+                    ),
                     columns_M1[tile],
                     weights,
                     weights_M1[tile] if want_gradients else None,
@@ -199,14 +206,14 @@ class VocabHead:
             draft_BC.addmm_(draft_BI[:, self.latent], self.draft_IC[self.latent])
         return draft_BC, teacher_BV
 
-    def _teacher_probs(self, teacher_BV: Tensor, rows_R: Tensor) -> Tensor:
-        """[R, C]: softmax over all V, of the columns that the draft has too; in scratch memory."""
-        first, last = int(rows_R[0]), int(rows_R[-1]) + 1
-        unique_RV = self._teacher_RV[: last - first]
-        torch.softmax(teacher_BV[first:last], 1, dtype=torch.float32, out=unique_RV)
+    def _teacher_probs(self, logits_RV: Tensor, rows_R: Tensor) -> Tensor:
+        """[R, C]: softmax over all V, of the columns that the draft has too, and of the rows that
+        `rows_R` names (more than once, where positions share one); in scratch memory."""
+        unique_RV = self._teacher_RV[: len(logits_RV)]
+        torch.softmax(logits_RV, 1, dtype=torch.float32, out=unique_RV)
         t_RC = self._scratch[1][: len(rows_R)]
         columns = unique_RV[:, : t_RC.shape[1]]
-        return torch.index_select(columns, 0, rows_R - first, out=t_RC)
+        return torch.index_select(columns, 0, rows_R, out=t_RC)
 
     def _backward(
         self, draft_MI: Tensor, rows: slice, grad_BC: Tensor, gradients: _Gradients
