@@ -132,6 +132,21 @@ def test_what_cannot_be_calibrated_is_told_before_the_target_is_loaded(
     assert message in captured.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("command", ["serve --port 0", "doctor", "bench"])
+def test_many_requests_are_refused_where_they_would_do_nothing(
+    command: str,
+    nothing_is_loaded: None,
+    bundle_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--draft", str(bundle_folder), "--weights", "bf16", "--many-requests"]
+    with pytest.raises(SystemExit) as exit_:
+        run(build_app(COMMANDS), [*command.split(), *options])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2, captured.err
+    assert "many_requests is for q4 and int8 weights; these are bf16; leave it" in captured.err
+
+
 @pytest.mark.parametrize("command", ["generate hello", "chat", "serve --port 0", "eval", "bench"])
 def test_cuda_graphs_are_refused_on_a_cpu(
     command: str,

@@ -94,7 +94,6 @@ def off_by_an_ulp(y):
 def test_a_kernel_that_rounds_by_row_count_is_caught(monkeypatch, rounds_otherwise, exact):
     def build(weight):
         def kernel(x):
-            y = x @ weight[:8].T
             y = (x.double() @ weight[:8].T.double()).float()
             return off_by_an_ulp(y) if rounds_otherwise(len(x)) else y
 

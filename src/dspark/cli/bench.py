@@ -52,6 +52,7 @@ def bench(
     device: options.Device = "cpu",
     cuda_graphs: options.CudaGraphs = None,
     threads: options.Threads = None,
+    many_requests: options.ManyRequests = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -79,6 +80,7 @@ def bench(
         device=device,
         cuda_graphs=cuda_graphs,
         threads=threads,
+        many_requests=many_requests,
         progress=progress,
     )
     result = run(

@@ -19,6 +19,7 @@ def doctor(
     weights: options.Weights = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    many_requests: options.ManyRequests = False,
     prompts: Annotated[
         int, typer.Option(min=1, help="Prompts of each domain that are served in every way.")
     ] = 4,
@@ -42,6 +43,7 @@ def doctor(
         weights=weights,
         device=device,
         threads=threads,
+        many_requests=many_requests,
         progress=progress,
     )
     result = diagnose(llm, prompts=prompts, max_new_tokens=max_new_tokens, progress=progress)

@@ -52,7 +52,7 @@ def load_target(
     weights: kind of packed CPU weights; None picks what suits the processor. On another device the
         layers stay transformers' own, in bf16 (None) or fp32.
     device: "cpu", or a CUDA device ("cuda", "cuda:1").
-    many_requests: as in `LLM`.
+    many_requests: as in `LLM`; ConfigError where it does nothing.
     init_layers: how many of the last decoder layers' weights to keep in the binding, for training.
     say: receives start-up lines for people.
 
@@ -60,6 +60,8 @@ def load_target(
     not there.
     """
     check_device(device, weights)
+    if many_requests:
+        check_many_requests(device, weights)
     model, tokenizer, name = read_model(source, trust_remote_code=trust_remote_code, say=say)
     check_supported(model)
     model = model.to(device)
@@ -71,13 +73,18 @@ def load_target(
         check_runs(target, type(model).__name__)
         return LoadedTarget(target, binding, tokenizer, name, None)
     weights = _weight_kind(model, name, weights, say)
+    if many_requests:
+        check_many_requests(device, weights)
     say("packing the weights, and comparing them with float32 ...")
     sample = sample_tokens(tokenizer, binding.vocab_size)
     with torch.inference_mode():
         reference_TV = model(torch.tensor([sample]), use_cache=False).logits[0].float()
     packed = pack_model(model, weights, many_requests=many_requests)
-    if many_requests and (second := second_kind(weights)) is not None:
-        say(f"many requests: {second} instead of {weights} for all greedy and seeded ones")
+    if many_requests:
+        say(
+            f"many requests: {second_kind(weights)} instead of {weights} for all greedy and "
+            "seeded ones"
+        )
     target = HFTarget(model, mode=packed.mode, fast=packed.fast)
     check_runs(target, type(model).__name__)
     say(f"packed against float32: {measure_drift(lambda _: reference_TV, target, [sample])}")
@@ -101,6 +108,19 @@ def check_device(device: str, weights: WeightKind | None = None) -> None:
         raise ConfigError(f"device {device!r} is not here: torch finds {count}, from cuda:0 on")
     if weights not in (None, "bf16", "fp32"):
         raise ConfigError(f"weights {weights!r} are for a CPU; on {device} use bf16 or fp32")
+
+
+def check_many_requests(device: str, weights: WeightKind | None) -> None:
+    """Raises ConfigError where the option would do nothing; `weights` None is not known yet."""
+    if device != "cpu":
+        raise ConfigError(
+            f"many_requests is for q4 and int8 weights on a CPU, and the device is {device}; "
+            "leave it out"
+        )
+    if weights is not None and second_kind(weights) is None:
+        raise ConfigError(
+            f"many_requests is for q4 and int8 weights; these are {weights}; leave it out"
+        )
 
 
 def in_dtype(model: Any, dtype: torch.dtype) -> Any:
