@@ -95,7 +95,7 @@ class SynthesisFile:
         """The first try whose result is not known to be here."""
         self._seen: set[str] = set()
         if path.exists():
-            for number, line in enumerate(whole_lines(path, begin=b'{"prompt": "'), start=1):
+            for number, line in enumerate(whole_lines(path, begin=b'{"prompt": '), start=1):
                 self._read(line, f"{path}, line {number}")
             cut_torn_line(path)
 
