@@ -6,8 +6,6 @@ from dspark.calibration.table import Entry
 from dspark.core.errors import ConfigError
 from dspark.core.exports import FORMATS
 
-__all__ = ["FORMATS", "export"]
-
 
 def export(entry: Entry, form: str, *, dataset: str) -> dict[str, Any]:
     """One condition's temperatures as SGLang's `--speculative-dspark-confidence-sts-path` or

@@ -94,6 +94,7 @@ def bench(
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
     names = policies or ["off", llm.default_policy]
     ensure_costs(llm, names, progress)
+    cost = llm.cost_model()  # before the runs: a broken table is told at once
     chosen = [llm.resolve_policy(name) for name in dict.fromkeys(names)]
     rule = sampling.verification or _common_rule(chosen)
     for policy in chosen:
@@ -119,7 +120,6 @@ def bench(
                 result = closed_loop(llm, loads[concurrency], policy, concurrency=concurrency)
                 results[policy.name, concurrency].append(result)
                 advance(1, f"{policy.name} at {concurrency}")
-    cost = llm.cost_model()
     return Bench(
         rows=tuple(
             _row(

@@ -14,7 +14,7 @@ import numpy as np
 from dspark.calibration.condition import Condition
 from dspark.calibration.confidence import Scaling
 from dspark.calibration.curves import ReliabilityCurve, reliability_curve
-from dspark.calibration.export import FORMATS, export
+from dspark.calibration.export import export
 from dspark.calibration.report import PositionReport, report
 from dspark.calibration.samples import Rounds
 from dspark.calibration.scaling import (
@@ -36,6 +36,7 @@ from dspark.calibration.table import (
 from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.native import WEIGHTS, read_bundle
 from dspark.core.errors import CheckpointError, ConfigError, DataError
+from dspark.core.exports import FORMATS
 from dspark.core.records import RoundRecord
 from dspark.core.sampling import SamplingParams
 from dspark.data.prompts import Prompt

@@ -150,15 +150,7 @@ class Async(ByConfidence):
     Only survival is as old as a pipeline would have it."""
 
     form = "async"
-
-    def __init__(
-        self,
-        cost: RoundCost,
-        gate: Gate | None = None,
-        expected_K: npt.ArrayLike | None = None,
-    ) -> None:
-        super().__init__(cost, gate, expected_K)
-        self._lagged: LaggedSurvival | None = None
+    _lagged: LaggedSurvival | None = None
 
     def _admit(self, view: RoundView) -> IntArray:
         if self._lagged is None:
