@@ -77,7 +77,7 @@ def test_the_stored_figures_are_what_the_code_makes_of_the_rounds(result, run, f
     assert stored.mean_survival == fitted.mean_survival
 
 
-def test_the_halves_share_no_prompt_and_lose_no_round(run):
+def test_the_halves_share_no_prompt_and_lose_no_round(run, result):
     texts = RoundFile(run / "rounds.jsonl", settings_of(run)).texts
     fitted, held_out = split_halves(texts, BLOCK)
     assert not {*fitted.prompts_N} & {*held_out.prompts_N}
@@ -85,7 +85,7 @@ def test_the_halves_share_no_prompt_and_lose_no_round(run):
     assert len(fitted) + len(held_out) == sum(map(len, texts.values()))
 
 
-def test_rounds_verify_whole_blocks_but_for_the_end_of_a_text(run):
+def test_rounds_verify_whole_blocks_but_for_the_end_of_a_text(run, result):
     texts = RoundFile(run / "rounds.jsonl", settings_of(run)).texts
     for rounds in texts.values():
         assert all(judged == BLOCK for _, judged, _ in rounds[:-BLOCK])
