@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dspark.core.errors import ConfigError, TargetError
@@ -18,6 +17,7 @@ from dspark.nn.seams import Binding
 from dspark.targets.drift import measure_drift, sample_tokens
 from dspark.targets.hf import HFTarget
 from dspark.targets.identity import embedding_hash
+from dspark.targets.last_layers import last_layers
 from dspark.targets.pack import pack_model
 from dspark.targets.source import Say, first_line, locate, without_bars
 from dspark.targets.support import check_config, check_runs, check_supported
@@ -213,19 +213,10 @@ def make_binding(
         target_name=name,
         embedding_hash=embedding_hash(embedding),
         chat_template_hash=template_hash(tokenizer),
-        init_layers=_last_layers(model.get_decoder(), init_layers),
+        init_layers=last_layers(
+            model, init_layers, lambda: sample_tokens(tokenizer, config.vocab_size)
+        ),
     )
-
-
-def _last_layers(decoder: Any, count: int) -> tuple[dict[str, Tensor], ...]:
-    """Weights of the last decoder layers; the last one also holds the final norm, "norm.weight"."""
-    layers = [
-        {key: value.detach().float().clone() for key, value in layer.state_dict().items()}
-        for layer in decoder.layers[max(0, len(decoder.layers) - count) :]
-    ]
-    if layers and hasattr(decoder, "norm"):
-        layers[-1]["norm.weight"] = decoder.norm.weight.detach().float().clone()
-    return tuple(layers)
 
 
 def _embedding_scale(model: Any, config: Any) -> float:
