@@ -66,5 +66,18 @@ def test_a_layer_with_norms_on_both_sides_becomes_one_without_those_behind(famil
         torch.testing.assert_close(ratio.median(), torch.tensor(1.0), atol=1e-4, rtol=0)
 
 
+def test_fused_projections_are_cut_where_the_layer_cuts_them():
+    model = model_of("phi3")
+    (layer,) = last_layers(model, 1, no_sample)
+    module = model.get_decoder().layers[-1]
+    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(2))
+    heads = [F.linear(x, layer[f"self_attn.{name}_proj.weight"]) for name in "qkv"]
+    assert [part.shape[1] for part in heads] == [64, 32, 32]
+    torch.testing.assert_close(torch.cat(heads, 1), module.self_attn.qkv_proj(x))
+    gate, up = (F.linear(x, layer[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+    torch.testing.assert_close(module.mlp.down_proj(F.silu(gate) * up), module.mlp(x))
+    assert not any("qkv" in name or "gate_up" in name for name in layer)
+
+
 def test_no_layer_is_no_work():
     assert last_layers(model_of("gemma3_text"), 0, no_sample) == ()

@@ -1,5 +1,6 @@
 """A target's last decoder layers in the form of a draft layer, so that a drafter can start from
-them: pre-norm, norms that multiply by their weight, nothing behind a block's output."""
+them: pre-norm, norms that multiply by their weight, nothing behind a block's output, a matrix for
+each projection."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,8 @@ def last_layers(
     A norm's weight is what it multiplies a normalised input with (Gemma stores one less). A layer
     with norms on both sides of a block (Gemma 2 and 3) has those in front under the usual names;
     those behind, which a draft layer has no place for, are folded into the matrix in front of them
-    with the size that its output has on some tokens of text, which `sample` is asked for.
+    with the size that its output has on some tokens of text, which `sample` is asked for. Fused
+    projections (Phi-3) are cut.
     """
     decoder = model.get_decoder()
     modules = list(decoder.layers)[max(0, len(decoder.layers) - count) :]
@@ -41,7 +43,7 @@ def last_layers(
                 behind = weights.pop(f"{name}.weight") / sizes[module.get_submodule(name)]
                 weights[matrix] = weights[matrix] * behind[:, None]
             weights["post_attention_layernorm.weight"] = weights.pop(f"{_BEFORE_MLP}.weight")
-        layers.append(weights)
+        layers.append(_split(weights, decoder.config))
     if layers and hasattr(decoder, "norm"):
         layers[-1]["norm.weight"] = _multiplier(decoder.norm)
     return tuple(layers)
@@ -49,6 +51,25 @@ def last_layers(
 
 def _is_sandwich(layer: nn.Module) -> bool:
     return all(hasattr(layer, name) for name in (_BEFORE_MLP, *_SANDWICH))
+
+
+def _split(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    fused = weights.pop("self_attn.qkv_proj.weight", None)
+    if fused is not None:
+        keys = config.num_key_value_heads * (len(fused) // _heads(config))
+        names = ("q_proj", "k_proj", "v_proj")
+        parts = fused.split([len(fused) - 2 * keys, keys, keys])
+        weights |= {f"self_attn.{n}.weight": t for n, t in zip(names, parts, strict=True)}
+    fused = weights.pop("mlp.gate_up_proj.weight", None)
+    if fused is not None:
+        gate, up = fused.chunk(2)
+        weights |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    return weights
+
+
+def _heads(config: Any) -> int:
+    """Of queries, keys and values together."""
+    return int(config.num_attention_heads + 2 * config.num_key_value_heads)
 
 
 def _multiplier(norm: Any) -> Tensor:
