@@ -1,15 +1,17 @@
 """What speculation costs where it cannot pay: decision 11's promise, within 3% of plain decoding.
 
 The drafter is made useless on purpose: it costs what it did, but its tokens are moved by one place
-in the vocabulary, so that next to none is accepted, and its confidence says so. Each text is made
-plainly (no drafter in the engine, no tiles that only speculation needs) and under every policy, in
-turn, at temperature 1 under `rejection`. Prints tokens per second over plain decoding by domain and
-in all, and the share of rounds that drafted; then the same with the real drafter on the prompts of
-one domain (--domain, chat by default), where the shipped one loses.
+in the vocabulary, so that next to none is accepted, and its confidence and entropy say so. Each
+text is made plainly (no drafter in the engine, no tiles that only speculation needs) and under
+every policy, in turn, at temperature 1 under `rejection`. Prints tokens per second over plain
+decoding by domain and in all, and the share of rounds that drafted; then the same with the real
+drafter on the prompts of one domain (--domain, chat by default), where the shipped one loses.
 
     python benchmarks/gate_cost.py --files PROMPT_FOLDER
 """
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,14 +42,14 @@ class Useless:
 
     def draft(self, *args: Any, **options: Any) -> DraftBlock:
         block = self._drafter.draft(*args, **options)
-        confidence = block.confidence_RK
-        return DraftBlock(
-            (block.tokens_RK + 1) % self._vocab_size,
-            (block.candidates_RKC + 1) % self._vocab_size,
-            block.probs_RKC,
-            None if confidence is None else torch.full_like(confidence, -5.0),
-            block.lengths_R,
-            block.head_seconds,
+        confidence, entropy = block.confidence_RK, block.entropy_RK
+        most = math.log(block.candidates_RKC.shape[2])
+        return replace(
+            block,
+            tokens_RK=(block.tokens_RK + 1) % self._vocab_size,
+            candidates_RKC=(block.candidates_RKC + 1) % self._vocab_size,
+            confidence_RK=None if confidence is None else torch.full_like(confidence, -5.0),
+            entropy_RK=None if entropy is None else torch.full_like(entropy, most),
         )
 
 

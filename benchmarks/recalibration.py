@@ -23,7 +23,7 @@ from dspark.calibration.scaling import check_enough, fit_scaling, survival
 from dspark.core.errors import DataError
 from dspark.core.records import RoundRecord, StepRecord
 from dspark.core.sampling import SamplingParams
-from dspark.recipes.calibrate import rounds_of
+from dspark.recipes.calibrate_rounds import rounds_of
 from dspark.recipes.round_file import RoundFile
 
 
@@ -70,14 +70,15 @@ def main() -> dict[str, Any]:
     followed = np.empty((len(served), block))
     order = np.random.default_rng(args.seed).permutation(len(served))
     for row in order:
-        logits = served.logits_NK[row]
-        followed[row] = np.cumprod(online.snapshot().confidence(logits[None], [sampling]))
+        logits, entropies = served.logits_NK[row], served.entropies_NK[row]
+        confidence = online.snapshot().confidence(logits[None], entropies[None], [sampling])
+        followed[row] = np.cumprod(confidence)
         accepted, judged = int(served.accepted_N[row]), int(served.judged_N[row])
         cut = judged < block
         record = RoundRecord(
             request=0, round=0, proposed=block, admitted=judged, accepted=accepted,
             emitted=accepted if cut else accepted + 1, ended=cut,
-            confidence=tuple(logits),
+            confidence=tuple(logits), entropy=tuple(entropies),
         )  # fmt: skip
         step = StepRecord(step=0, batch_tokens=0, prefill_tokens=0, rounds=(record,))
         online.observe(step, {0: sampling})
@@ -111,6 +112,7 @@ def main() -> dict[str, Any]:
         "fitted": {
             "temperatures": scaling.temperatures.tolist(),
             "offsets": scaling.offsets.tolist(),
+            "entropy_weights": scaling.entropy_weights.tolist(),
         },
         "served": {
             "temperatures": online.refits[-1].temperatures,

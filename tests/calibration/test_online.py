@@ -1,5 +1,6 @@
 """Recalibration while serving: what counts, drift, bounds, and that nothing else changes."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -24,12 +25,13 @@ def serve(calibration, rounds, sampling=SAMPLED, admitted=BLOCK):
     """Rounds as steps of one request each; the snapshot numbers they would be scheduled with."""
     calibration.expect(sampling)
     numbers = []
-    for logits, accepted in zip(rounds.logits_NK, rounds.accepted_N, strict=True):
+    rows = zip(rounds.logits_NK, rounds.entropies_NK, rounds.accepted_N, strict=True)
+    for logits, entropies, accepted in rows:
         numbers.append(calibration.snapshot().number)
         record = RoundRecord(
             request=0, round=1, proposed=BLOCK, admitted=admitted,
             accepted=min(int(accepted), admitted), emitted=min(int(accepted), admitted) + 1,
-            ended=False, confidence=tuple(logits),
+            ended=False, confidence=tuple(logits), entropy=tuple(entropies),
         )  # fmt: skip
         step = StepRecord(step=0, batch_tokens=1, prefill_tokens=0, rounds=(record,))
         calibration.observe(step, {0: sampling})
@@ -145,7 +147,8 @@ def test_a_condition_of_its_own_begins_at_the_nearest_and_leaves_it_alone():
 def test_an_uncalibrated_head_is_calibrated_while_serving():
     calibration = OnlineCalibration({}, PROPOSALS, BLOCK, config=SMALL)
     raw = calibration.snapshot()
-    assert raw.confidence([[0.0] * BLOCK], [SAMPLED]).tolist() == [[0.5] * BLOCK]
+    told = raw.confidence([[0.0] * BLOCK], [[1.0] * BLOCK], [SAMPLED])
+    assert told.tolist() == [[0.5] * BLOCK]
     serve(calibration, synthetic(4000, (3.0, 3.0, 3.0)))
     assert (calibration.snapshot().scalings[DEFAULT].temperatures > 1.4).all()
     assert raw.number == 0, "a snapshot taken stays what it was"
@@ -156,3 +159,53 @@ def test_rounds_that_verified_nothing_do_not_count():
     calibration = online()
     serve(calibration, synthetic(4000, (3.0, 3.0, 3.0)), admitted=0)
     assert not calibration.refits
+
+
+def test_entropy_keeps_the_bundles_weight_and_counts_in_what_is_fitted_beside_it():
+    weight = np.array([-0.8, -0.4, 0.3])
+    base = Scaling([1.0] * BLOCK, [0.0] * BLOCK, weight)
+    calibration = OnlineCalibration({DEFAULT: base}, PROPOSALS, BLOCK, config=SMALL)
+    serve(calibration, synthetic(9000, shift=-0.8, weight=weight, seed=1))
+    assert calibration.refits
+    fitted = calibration.snapshot().scalings[DEFAULT]
+    assert fitted.entropy_weights.tolist() == weight.tolist()
+    assert fitted.offsets == pytest.approx([-0.8] * BLOCK, abs=0.25)
+    assert fitted.temperatures == pytest.approx([1.0] * BLOCK, rel=0.2)
+
+
+def at(temperature):
+    return SamplingParams(temperature=temperature, verification="rejection")
+
+
+def test_conditions_are_bounded_and_the_one_used_longest_ago_gives_way():
+    """Clients choose temperatures: a window for each would fill the memory."""
+    lines = []
+    config = dataclasses.replace(SMALL, window=1000, every=500, least=200, conditions=2)
+    calibration = online(config=config, say=lines.append)
+    serve(calibration, synthetic(1500, (3.0, 3.0, 3.0)))
+    assert (calibration.snapshot().scalings[DEFAULT].temperatures > 1.2).all()
+    assert calibration.refits
+    for temperature in (0.5, 1.0, 0.6):  # 0.5 is the one used longest ago, when 0.6 comes
+        calibration.expect(at(temperature))
+    scalings = calibration.snapshot().scalings
+    assert {own.temperature for own in scalings} == {1.0, 0.6}
+    assert (scalings[DEFAULT].temperatures > 1.2).all(), "its refit lives"
+    assert calibration.dropped == 1
+    told = [line for line in lines if "gives way" in line]
+    assert len(told) == 1 and "2 conditions are followed" in told[0] and "0.5" in told[0]
+    for number in range(200):
+        calibration.expect(at(1.5 + number / 1000))
+    scalings = calibration.snapshot().scalings
+    assert len(scalings) == 3, "two followed, and the bundle's own"
+    assert scalings[DEFAULT].temperatures.tolist() == [1.0] * BLOCK, "the bundle's again"
+    assert calibration.dropped == 201
+    assert len([line for line in lines if "gives way" in line]) == 1
+    # A request that waited so long that its condition was dropped is followed from its rounds on.
+    round_ = RoundRecord(
+        request=0, round=1, proposed=BLOCK, admitted=1, accepted=1, emitted=2, ended=False,
+        confidence=(0.0,) * BLOCK, entropy=(1.0,) * BLOCK,
+    )  # fmt: skip
+    step = StepRecord(step=0, batch_tokens=1, prefill_tokens=0, rounds=(round_,))
+    calibration.observe(step, {0: at(0.5)})
+    assert 0.5 in {own.temperature for own in calibration.snapshot().scalings}
+    assert len(calibration.snapshot().scalings) == 3

@@ -8,6 +8,7 @@ def record(*, admitted, accepted, emitted=None, ended=False, confidence=(1.0, 2.
     return RoundRecord(
         request=0, round=1, proposed=3, admitted=admitted, accepted=accepted,
         emitted=accepted + 1 if emitted is None else emitted, ended=ended, confidence=confidence,
+        entropy=tuple(value / 4 for value in confidence),
     )  # fmt: skip
 
 
@@ -45,6 +46,10 @@ def test_rounds_without_a_draft_or_a_head_say_nothing():
     rounds = Rounds.of([plain, kept, plain], [1, 2, 3], 3)
     assert rounds.prompts_N.tolist() == [2]
     assert rounds.logits_NK.tolist() == [[1.0, 2.0, 3.0]]
+    assert rounds.entropies_NK.tolist() == [[0.25, 0.5, 0.75]]
+    assert rounds.first(2).entropies_NK.tolist() == [[0.25, 0.5]]
+    assert rounds.without_entropy().entropies_NK.tolist() == [[0.0] * 3]
+    assert rounds.select(rounds.accepted_N < 3).entropies_NK.shape == (0, 3)
     assert len(Rounds.of([plain], [0], 3)) == 0
 
 

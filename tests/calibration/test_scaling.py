@@ -1,5 +1,7 @@
 """Both fits find what was put in, position by position."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from dspark.calibration.metrics import expected_calibration_error
 from dspark.calibration.report import report
 from dspark.calibration.scaling import (
     GRID,
+    MOST_ENTROPY_WEIGHT,
     MOST_OFFSET,
     check_enough,
     fit_scaling,
@@ -38,7 +41,7 @@ def test_held_out_rounds_are_predicted_to_the_floor():
     fitted = fit_temperatures(synthetic(20_000, OVER_CONFIDENT))
     held_out = synthetic(20_000, OVER_CONFIDENT, seed=1)
     scaling = Scaling.of_temperatures(fitted)
-    for position in report(held_out, scaling, fitted, seed=0, resamples=50):
+    for position in report(held_out, scaling, fitted, HEAD, seed=0, resamples=50):
         assert position.ece_before > 0.03
         assert position.ece_after == position.ece_temperature_alone
         assert position.ece_after < 3 * position.ece_floor
@@ -93,14 +96,51 @@ def test_a_head_too_sure_of_everything_is_corrected_by_an_offset_and_not_by_a_te
     scaling, alone = fit_scaling(fitted), fit_temperatures(fitted)
     assert scaling.offsets == pytest.approx([-1.0] * BLOCK, abs=0.1)
     assert scaling.temperatures == pytest.approx([1.0] * BLOCK, rel=0.1)
-    for position in report(held_out, scaling, alone, seed=0, resamples=20):
+    positions = report(held_out, scaling, alone, HEAD, seed=0, resamples=20)
+    for position in positions:
         assert position.ece_after < 3 * position.ece_floor
-    first = report(held_out, scaling, alone, seed=0, resamples=20)[0]
+    first = positions[0]
     assert first.ece_temperature_alone > 5 * first.ece_after
 
 
+def test_entropy_gets_the_weight_that_it_has_and_tells_rounds_apart_that_the_head_cannot():
+    fitted, held_out = (synthetic(20_000, weight=-1.2, seed=seed) for seed in (0, 1))
+    scaling, without = fit_scaling(fitted), fit_scaling(fitted.without_entropy())
+    assert scaling.entropy_weights == pytest.approx([-1.2] * BLOCK, abs=0.15)
+    assert scaling.offsets == pytest.approx([0.0] * BLOCK, abs=0.2)
+    assert without.entropy_weights.tolist() == [0.0] * BLOCK
+    positions = report(held_out, scaling, fit_temperatures(fitted), without, seed=0, resamples=20)
+    for position in positions:
+        assert position.ece_after < 3 * position.ece_floor
+        assert position.auc > position.auc_without_entropy + 0.05
+        assert position.brier < position.brier_without_entropy < position.brier_before
+    first = positions[0]
+    # One position's temperature and offset change no order.
+    assert first.auc_before == first.auc_temperature_alone == first.auc_without_entropy
+
+
+def test_a_weight_that_is_given_is_kept_and_the_others_are_the_likeliest_beside_it():
+    rounds = synthetic(20_000, (2.0,), weight=-1.2)
+    kept = [Scaling([t], [o], [-1.2]) for t, o in ((0.1, -5.0), (10.0, 5.0))]
+    fitted = fit_scaling(rounds, *kept)
+    assert fitted.entropy_weights.tolist() == [-1.2]
+    assert fitted.temperatures == pytest.approx([2.0], rel=0.1)
+    assert fitted.offsets == pytest.approx([0.0], abs=0.1)
+    opposite = [Scaling([t], [o], [1.2]) for t, o in ((0.1, -5.0), (10.0, 5.0))]
+    other = fit_scaling(rounds, *opposite)
+    assert other.entropy_weights.tolist() == [1.2]
+    assert other.offsets[0] < -2.0
+    (bias,) = survival(rounds, other).mean(0) - rounds.labels(0).mean()
+    assert bias == pytest.approx(0.0, abs=1e-2)
+
+
+def test_a_weight_ends_at_its_bound():
+    rounds = synthetic(3000, (1.0,), weight=-9.0, shift=9.0)
+    assert fit_scaling(rounds).entropy_weights.tolist() == [-MOST_ENTROPY_WEIGHT]
+
+
 def test_a_scaling_is_the_likeliest_of_its_neighbours():
-    rounds = synthetic(500, (2.0, 0.7, 1.0), shift=-0.5)
+    rounds = synthetic(500, (2.0, 0.7, 1.0), shift=-0.5, weight=-0.6)
 
     def loss(scaling):
         confidence = survival(rounds, scaling)
@@ -110,16 +150,18 @@ def test_a_scaling_is_the_likeliest_of_its_neighbours():
             before = confidence[reached, column - 1] if column else 1.0
             chance, label = confidence[reached, column] / before, rounds.labels(column)[reached]
             total -= np.log(np.where(label, chance, 1 - chance)).sum()
-        # The prior: two squared logits of (slope, offset) about the head as it is.
+        # The prior: two squared logits of (slope, offset, weight) about the head as it is.
         slopes = 1 / scaling.temperatures - 1
-        return total + 2 * (np.square(slopes) + np.square(scaling.offsets)).sum()
+        squares = np.square([slopes, scaling.offsets, scaling.entropy_weights])
+        return total + 2 * squares.sum()
 
     fitted = fit_scaling(rounds)
     least = loss(fitted)
-    for name in ("temperatures", "offsets"):
+    names = ("temperatures", "offsets", "entropy_weights")
+    for name in names:
         for column in range(BLOCK):
             for change in (-0.02, 0.02):
-                values = {n: getattr(fitted, n).copy() for n in ("temperatures", "offsets")}
+                values = {n: getattr(fitted, n).copy() for n in names}
                 values[name][column] += change
                 assert loss(Scaling(**values)) > least
 
@@ -129,15 +171,16 @@ def test_few_rounds_leave_the_head_nearly_as_it_is():
     fitted = fit_scaling(rounds.select(np.arange(20) < 2))
     assert (np.abs(fitted.offsets) < 0.5).all()
     assert (np.abs(fitted.temperatures - 1) < 0.7).all()
+    assert (np.abs(fitted.entropy_weights) < 0.7).all()
 
 
 def test_bounds_hold_and_the_offset_is_that_of_the_bounded_temperature():
     rounds = synthetic(20_000, (4.0,), shift=-1.0)
-    least, most = Scaling([0.5], [-0.3]), Scaling([2.0], [0.3])
+    least, most = Scaling([0.5], [-0.3], [0.0]), Scaling([2.0], [0.3], [0.0])
     fitted = fit_scaling(rounds, least, most)
     assert fitted.temperatures == pytest.approx([2.0])
     assert fitted.offsets.tolist() == [-0.3]
-    bounded = fit_scaling(rounds, Scaling([2.0], [-5.0]), Scaling([2.0], [5.0]))
+    bounded = fit_scaling(rounds, Scaling([2.0], [-5.0], [0.0]), Scaling([2.0], [5.0], [0.0]))
     assert bounded.temperatures == pytest.approx([2.0])
     (bias,) = survival(rounds, bounded).mean(0) - rounds.labels(0).mean()
     assert bias == pytest.approx(0.0, abs=1e-3)
@@ -145,9 +188,7 @@ def test_bounds_hold_and_the_offset_is_that_of_the_bounded_temperature():
 
 def test_a_head_that_is_wrong_way_round_ends_at_the_flattest_temperature():
     rounds = synthetic(5000)
-    turned = rounds.__class__(
-        -rounds.logits_NK, rounds.accepted_N, rounds.judged_N, rounds.prompts_N
-    )
+    turned = replace(rounds, logits_NK=-rounds.logits_NK)
     fitted = fit_scaling(turned)
     assert fitted.temperatures == pytest.approx([GRID[-1]] * BLOCK)
     assert (np.abs(fitted.offsets) < MOST_OFFSET).all()
@@ -155,9 +196,8 @@ def test_a_head_that_is_wrong_way_round_ends_at_the_flattest_temperature():
 
 def test_of_equal_temperatures_the_one_nearest_to_one_is_taken():
     rounds = synthetic(60)
-    always = rounds.__class__(
-        np.full_like(rounds.logits_NK, np.inf), np.full(60, 3), rounds.judged_N, rounds.prompts_N
-    )
+    sure = np.full_like(rounds.logits_NK, np.inf)
+    always = replace(rounds, logits_NK=sure, accepted_N=np.full(60, 3))
     assert fit_temperatures(always).tolist() == [1.0] * BLOCK
 
 
@@ -170,11 +210,11 @@ def test_too_few_rounds_are_refused_with_the_position_and_the_limit():
     with pytest.raises(DataError, match=r"position 3 has 10 .* at least 20"):
         check_enough(synthetic(100, judged=judged))
     with pytest.raises(DataError, match="position 1 has 5"):
-        report(synthetic(5), HEAD, [1.0] * BLOCK, seed=0)
+        report(synthetic(5), HEAD, [1.0] * BLOCK, HEAD, seed=0)
 
 
 def test_a_small_sample_says_how_little_it_says():
-    positions = report(synthetic(200, seed=2), HEAD, [1.0] * BLOCK, seed=0, resamples=50)
+    positions = report(synthetic(200, seed=2), HEAD, [1.0] * BLOCK, HEAD, seed=0, resamples=50)
     for position in positions:
         assert position.samples == 200
         assert position.ece_floor > 0.02
@@ -183,15 +223,13 @@ def test_a_small_sample_says_how_little_it_says():
 
 def test_a_position_without_any_acceptance_has_no_auc_and_no_interval_of_it():
     rounds = synthetic(100)
-    rejected = rounds.__class__(
-        rounds.logits_NK, np.zeros(100, dtype=int), rounds.judged_N, rounds.prompts_N
-    )
-    (first, *_) = report(rejected, HEAD, [1.0] * BLOCK, seed=0, resamples=20)
+    rejected = replace(rounds, accepted_N=np.zeros(100, dtype=int))
+    (first, *_) = report(rejected, HEAD, [1.0] * BLOCK, HEAD, seed=0, resamples=20)
     assert first.auc is None
     assert first.auc_ci95 is None
     assert first.accepted == 0
 
 
 def test_one_prompt_has_no_interval():
-    (first, *_) = report(synthetic(100, prompts=1), HEAD, [1.0] * BLOCK, seed=0)
+    (first, *_) = report(synthetic(100, prompts=1), HEAD, [1.0] * BLOCK, HEAD, seed=0)
     assert first.ece_after_ci95 is None

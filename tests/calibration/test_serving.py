@@ -17,10 +17,11 @@ def condition(**changes):
     return dataclasses.replace(Condition(candidates=64, draft_vocabulary=16384), **changes)
 
 
-WARM = Scaling([2.0, 4.0], [-0.5, 0.25])
-GREEDY = Scaling([0.5, 0.25], [0.0, 1.0])
+WARM = Scaling([2.0, 4.0], [-0.5, 0.25], [-0.5, 0.0])
+GREEDY = Scaling([0.5, 0.25], [0.0, 1.0], [0.0, -2.0])
 TABLE = {condition(): WARM, condition(temperature=0.0): GREEDY}
 LOGITS = np.array([[1.0, -2.0], [1.0, -2.0]])
+ENTROPIES = np.array([[0.5, 2.0], [0.25, 1.0]])
 
 
 def test_a_condition_holds_all_that_acceptance_depends_on_and_no_seed():
@@ -56,8 +57,8 @@ def test_the_nearest_condition_is_used(sampling, nearest):
 def test_blocks_cut_short_take_what_their_positions_have():
     snapshot = Snapshot(0, PROPOSALS, TABLE)
     sampled, greedy = SamplingParams(), SamplingParams(temperature=0.0)
-    short = snapshot.confidence(LOGITS[:, :1], [sampled, greedy])
-    assert np.array_equal(short, snapshot.confidence(LOGITS, [sampled, greedy])[:, :1])
+    short = snapshot.confidence(LOGITS[:, :1], ENTROPIES[:, :1], [sampled, greedy])
+    assert np.array_equal(short, snapshot.confidence(LOGITS, ENTROPIES, [sampled, greedy])[:, :1])
 
 
 def test_the_rule_counts_more_than_a_temperature_nearby():
@@ -74,16 +75,16 @@ def test_the_rule_counts_more_than_a_temperature_nearby():
 def test_every_row_gets_the_scaling_of_its_condition():
     snapshot = Snapshot(0, PROPOSALS, TABLE)
     sampling = [SamplingParams(), SamplingParams(temperature=0.0)]
-    confidence = snapshot.confidence(LOGITS, sampling)
-    assert confidence[0].tolist() == conditional_confidence(LOGITS, WARM)[0].tolist()
-    assert confidence[1].tolist() == conditional_confidence(LOGITS, GREEDY)[1].tolist()
+    confidence = snapshot.confidence(LOGITS, ENTROPIES, sampling)
+    assert confidence[0].tolist() == WARM.confidence(LOGITS, ENTROPIES)[0].tolist()
+    assert confidence[1].tolist() == GREEDY.confidence(LOGITS, ENTROPIES)[1].tolist()
     assert confidence[0].tolist() != confidence[1].tolist()
 
 
 def test_without_calibration_confidences_are_the_heads():
     snapshot = Uncalibrated().snapshot()
     assert snapshot.number == 0
-    confidence = snapshot.confidence(LOGITS, [SamplingParams()] * 2)
+    confidence = snapshot.confidence(LOGITS, ENTROPIES, [SamplingParams()] * 2)
     assert confidence.tolist() == conditional_confidence(LOGITS).tolist()
 
 

@@ -20,12 +20,14 @@ GREEDY = dataclasses.replace(DEFAULT, temperature=0.0)
 
 
 def entry():
-    rounds = synthetic(400, (2.0, 1.0, 0.5))
+    rounds = synthetic(400, (2.0, 1.0, 0.5), weight=-0.5)
     scaling, alone = fit_scaling(rounds), fit_temperatures(rounds)
-    positions = report(rounds, scaling, alone, seed=0, resamples=20)
+    without = fit_scaling(rounds.without_entropy())
+    positions = report(rounds, scaling, alone, without, seed=0, resamples=20)
     return Entry(
         temperatures=tuple(scaling.temperatures.tolist()),
         offsets=tuple(scaling.offsets.tolist()),
+        entropy_weights=tuple(scaling.entropy_weights.tolist()),
         temperatures_alone=tuple(alone.tolist()),
         mean_survival=rounds.mean_survival,
         positions=tuple(position.to_json() for position in positions),
@@ -56,6 +58,9 @@ def test_what_is_written_is_read(path):
         found = table.entries[condition]
         assert found.temperatures == ENTRY.temperatures
         assert found.offsets == ENTRY.offsets
+        assert found.entropy_weights == ENTRY.entropy_weights
+        assert found.scaling.entropy_weights.tolist() == [*ENTRY.entropy_weights]
+        assert found.has_entropy
         assert found.temperatures_alone == ENTRY.temperatures_alone
         assert [*map(dict, found.positions)] == json.loads(json.dumps([*ENTRY.positions]))
     assert [item.name for item in path.parent.iterdir()] == ["calibration.json"]
@@ -91,7 +96,12 @@ def test_a_calibration_of_another_drafter_is_refused(path, arguments, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format_version=1), "format_version must be 2"),
+        (lambda d: d.update(format_version=1), "format_version must be 3"),
+        (lambda d: d.update(format_version=True), "format_version must be 3"),
+        (lambda d: d.update(format_version=2), "format_version 2 has no entropy_weights"),
+        (lambda d: d["conditions"][0].pop("entropy_weights"), "entropy_weights"),
+        (lambda d: d["conditions"][0].update(entropy_weights=[0.0]), "weights must hold 3 numbers"),
+        (lambda d: d["conditions"][0].update(entropy_weights=[0, 0, math.inf]), "finite"),
         (lambda d: d.update(block_size="3"), "block_size must be a positive integer"),
         (lambda d: d.update(conditions=[]), "at least one entry"),
         (lambda d: d.pop("weights_sha256"), "weights_sha256"),
@@ -126,6 +136,22 @@ def test_whatever_is_wrong_is_one_line_with_the_file(path, change, message):
         read(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_format_before_had_no_entropy_and_is_read_as_weights_of_zero(path):
+    document = json.loads(path.read_text())
+    document["format_version"] = 2
+    for condition in document["conditions"]:
+        del condition["entropy_weights"]
+    path.write_text(json.dumps(document))
+    table = read(path)
+    for entry in table.entries.values():
+        assert entry.offsets == ENTRY.offsets
+        assert entry.entropy_weights == (0.0,) * BLOCK
+        assert not entry.has_entropy
+    write_table(table, path)
+    assert json.loads(path.read_text())["format_version"] == 3
+    assert read(path).entries == table.entries
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "[" * 100_000])

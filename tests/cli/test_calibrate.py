@@ -52,6 +52,10 @@ def test_calibrate(folder, capsys, monkeypatch):
             "ece_floor",
             "bias",
             "offset",
+            "entropy_weight",
+            "auc_before",
+            "auc_without_entropy",
+            "ece_without_entropy",
             "ece_temperature_alone",
         ):
             assert key in position
@@ -68,6 +72,8 @@ def test_calibrate(folder, capsys, monkeypatch):
     rows = [line.split() for line in captured.out.splitlines()]
     first = document["positions"][0]
     assert ["1", str(first["samples"])] in [row[:2] for row in rows]
+    parts = next(row for row in rows if row[:3] == ["position", "ECE", "raw"])
+    assert parts[-2:] == ["Brier", "all"]
     assert "note: position" in captured.out, "few rounds are said"
 
 

@@ -102,6 +102,7 @@ def check_equal(got: DraftBlock, expected: DraftBlock) -> None:
     assert (got.confidence_RK is None) == (expected.confidence_RK is None)
     if got.confidence_RK is not None:
         torch.testing.assert_close(got.confidence_RK, expected.confidence_RK, **CLOSE)
+        torch.testing.assert_close(got.entropy_RK, expected.entropy_RK, **CLOSE)
 
 
 @pytest.mark.parametrize("options", [

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.drafters.proposals import entropy
 from dspark.nn.kv_cache import KVShape, KVStore
 from dspark.nn.pages import PageTable
 from dspark.nn.sampling import SamplingRows, probs_from_logits, race
@@ -76,9 +77,10 @@ class _Drafter:
         vocab = len(self.embedding_VD)
         candidates = torch.arange(vocab).expand(len(texts), vocab)
         rows = SamplingRows.of(sampling)
-        tokens, probs = [], []
+        tokens, probs, entropies = [], [], []
         for slot in range(self.block_size):
             logits_RC = self.logits(texts).double()
+            entropies.append(entropy(logits_RC))
             if adjust is not None:
                 drafted = torch.stack(tokens, 1) if tokens else torch.empty(len(texts), 0).long()
                 logits_RC = adjust(drafted, candidates, logits_RC)
@@ -93,6 +95,7 @@ class _Drafter:
             candidates_RKC=candidates[:, None].expand(-1, self.block_size, -1),
             probs_RKC=block,
             confidence_RK=block.amax(-1).logit(eps=1e-6).float(),
+            entropy_RK=torch.stack(entropies, 1),
         )
 
     def logits(self, texts: list[list[int]]) -> Tensor:

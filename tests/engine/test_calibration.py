@@ -13,10 +13,10 @@ from tests.engine.setup import BLOCK, PROMPTS, collect, drafter, target
 PROPOSALS = CandidateSet(16, 97)
 SCALINGS = {
     Condition(candidates=16, draft_vocabulary=97): Scaling(
-        [2.0, 0.5, 1.0, 3.0], [0.0, -0.5, 1.0, 0.2]
+        [2.0, 0.5, 1.0, 3.0], [0.0, -0.5, 1.0, 0.2], [-0.5, 0.0, 0.25, -1.0]
     ),
     Condition(temperature=0.0, candidates=16, draft_vocabulary=97): Scaling(
-        [1.0, 9.0, 0.2, 1.0], [0.3, 0.0, 0.0, -1.0]
+        [1.0, 9.0, 0.2, 1.0], [0.3, 0.0, 0.0, -1.0], [0.5, -0.25, 0.0, 0.1]
     ),
 }
 SAMPLING = [SamplingParams(max_new_tokens=9), SamplingParams(temperature=0.0, max_new_tokens=9)]
@@ -70,7 +70,8 @@ def test_survival_is_calibrated_by_each_requests_condition_and_confidence_stays_
             view = views[step.step]
             row = view.requests.index(record.request)
             scaling = list(SCALINGS.values())[record.request]
-            calibrated = conditional_confidence([record.confidence], scaling)
+            assert len({*record.entropy}) == BLOCK and min(record.entropy) > 0
+            calibrated = scaling.confidence([record.confidence], [record.entropy])
             assert view.survival_RK[row].tolist() == survival_probabilities(calibrated)[0].tolist()
             raw = conditional_confidence([record.confidence])
             assert view.confidence_RK[row].tolist() == raw[0].tolist()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dspark.calibration.condition import CandidateSet
-from dspark.calibration.confidence import Scaling, conditional_confidence
+from dspark.calibration.confidence import Scaling
 from dspark.calibration.online import OnlineCalibration, OnlineConfig
 from dspark.core.records import RoundRecord, StepRecord
 from dspark.core.sampling import SamplingParams
@@ -43,7 +43,7 @@ def scaling(finished):
     for own, admitted, accepted in finished:
         record = RoundRecord(
             request=0, round=1, proposed=BLOCK, admitted=admitted, accepted=accepted,
-            emitted=accepted + 1, ended=False, confidence=own,
+            emitted=accepted + 1, ended=False, confidence=own, entropy=(0.0,) * BLOCK,
         )  # fmt: skip
         step = StepRecord(step=0, batch_tokens=1, prefill_tokens=0, rounds=(record,))
         calibration.observe(step, {0: SAMPLING})
@@ -57,7 +57,8 @@ USED = set()
 def admit(finished, drafts):
     own = scaling(finished)
     USED.add((*own.temperatures, *own.offsets))
-    confidence_RK = conditional_confidence([logits(draft) for draft in drafts], own)
+    entropies_RK = np.zeros((len(drafts), BLOCK))
+    confidence_RK = own.confidence([logits(draft) for draft in drafts], entropies_RK)
     limits = np.array([draft.max_admit for draft in drafts])
     return algorithm_1(np.cumprod(confidence_RK, axis=1), SPS, max_admit_R=limits).tolist()
 

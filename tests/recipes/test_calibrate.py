@@ -17,7 +17,9 @@ from dspark.checkpoints.native import read_bundle, write_bundle
 from dspark.core.errors import CheckpointError, ConfigError, DataError
 from dspark.core.sampling import SamplingParams
 from dspark.data.prompts import read_prompts
-from dspark.recipes.calibrate import calibrate, check_files, draw, export_file, split_halves
+from dspark.recipes.calibrate import calibrate, check_files
+from dspark.recipes.calibrate_result import draw, export_file
+from dspark.recipes.calibrate_rounds import split_halves
 from dspark.recipes.calibration import candidate_set, expected_survival, read_calibration
 from dspark.recipes.llm import LLM
 from dspark.recipes.round_file import RoundFile
@@ -69,8 +71,11 @@ def test_the_stored_figures_are_what_the_code_makes_of_the_rounds(result, run, f
     scaling = fit_scaling(fitted)
     assert stored.temperatures == tuple(scaling.temperatures)
     assert stored.offsets == tuple(scaling.offsets)
+    assert stored.entropy_weights == tuple(scaling.entropy_weights)
+    assert all(stored.entropy_weights)
     assert stored.temperatures_alone == tuple(fit_temperatures(fitted))
-    again = report(held_out, stored.scaling, stored.temperatures_alone, seed=0)
+    without = fit_scaling(fitted.without_entropy())
+    again = report(held_out, stored.scaling, stored.temperatures_alone, without, seed=0)
     assert json.loads(json.dumps([p.to_json() for p in again])) == [*stored.positions]
     assert again == result.positions
     assert stored.rounds_fitted == len(fitted) == result.entry.rounds_fitted
@@ -88,7 +93,14 @@ def test_the_halves_share_no_prompt_and_lose_no_round(run, result):
 def test_rounds_verify_whole_blocks_but_for_the_end_of_a_text(run, result):
     texts = RoundFile(run / "rounds.jsonl", settings_of(run)).texts
     for rounds in texts.values():
-        assert all(judged == BLOCK for _, judged, _ in rounds[:-BLOCK])
+        assert all(judged == BLOCK for _, judged, *_ in rounds[:-BLOCK])
+
+
+def test_every_round_keeps_the_entropies_of_its_block(run, result):
+    texts = RoundFile(run / "rounds.jsonl", settings_of(run)).texts
+    entropies = [entropy for rounds in texts.values() for *_, own in rounds for entropy in own]
+    assert len({*entropies}) > 20
+    assert all(0 < entropy <= np.log(256) for entropy in entropies)
 
 
 def test_a_finished_run_is_not_run_again_and_gives_the_same(llm, prompts, run, result, monkeypatch):
@@ -113,6 +125,16 @@ def test_an_interrupted_run_goes_on_and_gives_the_same(
 def test_a_run_folder_of_other_settings_is_refused(llm, prompts, run, result):
     with pytest.raises(DataError, match="with seed 0, not 1; give another --run folder"):
         calibrate(llm, prompts, SAMPLED, command="", seed=1, run=run)
+
+
+def test_rounds_of_an_older_version_have_no_entropies_and_are_refused(
+    llm, prompts, run, result, tmp_path
+):
+    header, *lines = (run / "rounds.jsonl").read_text().splitlines()
+    old = json.loads(header) | {"format": "dspark-rounds/1"}
+    (tmp_path / "rounds.jsonl").write_text("\n".join([json.dumps(old), *lines]) + "\n")
+    with pytest.raises(DataError, match="without the draft's entropies"):
+        calibrate(llm, prompts, SAMPLED, command="", samples=2, run=tmp_path)
 
 
 def test_conditions_lie_side_by_side_and_the_nearest_serves(llm, prompts, folder, result):

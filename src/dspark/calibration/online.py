@@ -2,14 +2,15 @@
 
 Served texts differ from those a drafter was calibrated on. Every verified position says how well
 its confidence was calibrated: rounds go into a sliding window a condition, and where the window
-shows more error than a perfect predictor would, the scaling is fitted again. A refit reads
-finished rounds only, so it never anticipates (law 2), and a round keeps the snapshot that it began
-with.
+shows more error than a perfect predictor would, the scaling is fitted again: temperatures and
+offsets, while entropy keeps the weight that the bundle gives it. A refit reads finished rounds
+only, so it never anticipates (law 2), and a round keeps the snapshot that it began with.
 
 A policy verifies where it expects acceptance, so the window holds mostly that; rounds verified
 whole without looking at their confidences (`scheduling.probing`) show the rest.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,8 @@ from dspark.calibration.metrics import expected_calibration_error, floor_of_ece
 from dspark.calibration.samples import Rounds
 from dspark.calibration.scaling import fit_scaling, survival
 from dspark.calibration.serving import Snapshot
-from dspark.core.records import RoundRecord, StepRecord
+from dspark.calibration.window import Window
+from dspark.core.records import StepRecord
 from dspark.core.sampling import SamplingParams
 
 
@@ -43,6 +45,8 @@ class OnlineConfig:
     """All refits together move it at most so far."""
     least: int = 1_000
     """Verified rounds in the window that a position needs to be refitted."""
+    conditions: int = 32
+    """Conditions followed at once, each with a window: 1.4 MB when full, for blocks of 7."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,9 @@ class Refit:
 class OnlineCalibration:
     """A `Calibration` that begins with a bundle's scalings and refits them by condition.
 
+    Clients choose temperatures and truncation, so there is no end of conditions: one too many takes
+    the place of the one that was used longest ago, whose rounds and refits are dropped.
+
     scalings: the bundle's; empty for an uncalibrated head.
     say: is told of every refit, and of conditions served with the nearest one's.
     """
@@ -81,19 +88,27 @@ class OnlineCalibration:
     ) -> None:
         self.config = config or OnlineConfig()
         self.refits: list[Refit] = []
+        self.dropped = 0
+        """Conditions that gave way to others."""
         self._bundle = dict(scalings)
         self._snapshot = Snapshot(0, proposals, dict(scalings))
         self._proposals = proposals
         self._block_size = block_size
-        self._windows: dict[Condition, _Window] = {}
+        self._windows: OrderedDict[Condition, Window] = OrderedDict()
         self._base: dict[Condition, Scaling] = {}
         self._say = say
 
     def expect(self, sampling: SamplingParams) -> None:
-        wanted = Condition.of(sampling, self._proposals)
+        self._window(Condition.of(sampling, self._proposals))
+
+    def _window(self, wanted: Condition) -> Window:
+        """The condition's window, which makes it the one used last."""
         if wanted in self._windows:
-            return
-        self._windows[wanted] = _Window(self.config.window, self._block_size)
+            self._windows.move_to_end(wanted)
+            return self._windows[wanted]
+        if len(self._windows) == self.config.conditions:
+            self._drop()
+        window = self._windows[wanted] = Window(self.config.window, self._block_size)
         base = Scaling.identity(self._block_size)
         if self._bundle:
             nearest = Snapshot(0, self._proposals, self._bundle).nearest(wanted)
@@ -104,6 +119,23 @@ class OnlineCalibration:
         # From here on it has a scaling of its own: what other conditions see must not move it.
         own = {**(self._snapshot.scalings or {}), wanted: base}
         self._snapshot = replace(self._snapshot, scalings=own)
+        return window
+
+    def _drop(self) -> None:
+        """Forgets the condition used longest ago; one of the bundle's begins with the bundle's
+        scaling again."""
+        condition, _ = self._windows.popitem(last=False)
+        del self._base[condition]
+        kept = {own: it for own, it in (self._snapshot.scalings or {}).items() if own != condition}
+        if condition in self._bundle:
+            kept[condition] = self._bundle[condition]
+        self._snapshot = replace(self._snapshot, scalings=kept)
+        if self.dropped == 0:
+            self._say(
+                f"calibration: {self.config.conditions} conditions are followed, no more: from now "
+                f"on the one used longest ago gives way, now {condition}"
+            )
+        self.dropped += 1
 
     def snapshot(self) -> Snapshot:
         return self._snapshot
@@ -112,12 +144,12 @@ class OnlineCalibration:
         for own in record.rounds:
             if own.judged and own.confidence:
                 condition = Condition.of(sampling[own.request], self._proposals)
-                window = self._windows[condition]
+                window = self._window(condition)
                 window.add(own)
                 if window.full and window.seen % self.config.every == 0:
                     self._review(condition, window)
 
-    def _review(self, condition: Condition, window: "_Window") -> None:
+    def _review(self, condition: Condition, window: Window) -> None:
         """Looks for drift, and refits the positions that enough rounds verified."""
         rounds = window.rounds()
         # Verified positions are prefixes, so those with enough rounds are the first ones.
@@ -131,7 +163,7 @@ class OnlineCalibration:
         if not drifted:
             return
         bounds = self._bounds(current.first(depth), self._base[condition].first(depth))
-        fitted = _with_first(current, fit_scaling(part, *bounds))
+        fitted = current.with_first(fit_scaling(part, *bounds))
         before, after = (_mean_ece(part, own.first(depth)) for own in (current, fitted))
         if not after < before:
             return
@@ -159,14 +191,17 @@ class OnlineCalibration:
         """What a refit may make of the current scaling, at least and at most."""
         own = self.config
         temperatures, offsets = current.temperatures, current.offsets
+        weights = current.entropy_weights
         return (
             Scaling(
                 np.maximum(temperatures / own.step, base.temperatures / own.reach),
                 np.maximum(offsets - own.offset_step, base.offsets - own.offset_reach),
+                weights,
             ),
             Scaling(
                 np.minimum(temperatures * own.step, base.temperatures * own.reach),
                 np.minimum(offsets + own.offset_step, base.offsets + own.offset_reach),
+                weights,
             ),
         )
 
@@ -183,44 +218,6 @@ class OnlineCalibration:
             if error > floor + self.config.margin:
                 positions.append(column + 1)
         return tuple(positions)
-
-
-class _Window:
-    """The last rounds of a condition."""
-
-    def __init__(self, size: int, block_size: int) -> None:
-        self.seen = 0
-        self._logits = np.zeros((size, block_size), dtype=np.float32)
-        self._accepted = np.zeros(size, dtype=np.int64)
-        self._judged = np.zeros(size, dtype=np.int64)
-
-    @property
-    def full(self) -> bool:
-        return self.seen >= len(self._accepted)
-
-    def add(self, record: RoundRecord) -> None:
-        row = self.seen % len(self._accepted)
-        self._logits[row] = record.confidence
-        self._accepted[row], self._judged[row] = record.accepted, record.judged
-        self.seen += 1
-
-    def rounds(self) -> Rounds:
-        count = min(self.seen, len(self._accepted))
-        return Rounds(
-            self._logits[:count].astype(np.float64),
-            self._accepted[:count].copy(),
-            self._judged[:count].copy(),
-            np.arange(count),
-        )
-
-
-def _with_first(current: Scaling, fitted: Scaling) -> Scaling:
-    """`fitted` at its positions, and what there was behind them."""
-    depth = fitted.block_size
-    return Scaling(
-        np.concatenate([fitted.temperatures, current.temperatures[depth:]]),
-        np.concatenate([fitted.offsets, current.offsets[depth:]]),
-    )
 
 
 def _mean_ece(rounds: Rounds, scaling: Scaling) -> float:

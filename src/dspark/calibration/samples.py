@@ -1,4 +1,5 @@
-"""Rounds as calibration sees them: confidence logits, and how far the target accepted.
+"""Rounds as calibration sees them: what the drafter said of its block, and how far the target
+accepted it.
 
 A position counts where it was verified. Its label is whether the whole prefix up to it was
 accepted, so it is zero after a rejection; positions behind an end of text were never judged and do
@@ -6,7 +7,7 @@ not count (DeepSpec's convention).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +21,8 @@ class Rounds:
 
     logits_NK: FloatArray
     """Raw confidence logits."""
+    entropies_NK: FloatArray
+    """In nats, of what each position was drawn from (`RoundRecord.entropy`)."""
     accepted_N: IntArray
     judged_N: IntArray
     """Positions whose verdict counts: accepted <= judged <= K."""
@@ -44,8 +47,10 @@ class Rounds:
         """The rounds that had a draft with confidences; `prompts` has an entry a record."""
         kept = [(r, p) for r, p in zip(records, prompts, strict=True) if r.confidence]
         logits = np.array([r.confidence for r, _ in kept], dtype=np.float64)
+        entropies = np.array([r.entropy for r, _ in kept], dtype=np.float64)
         return cls(
             logits.reshape(len(kept), block_size),
+            entropies.reshape(len(kept), block_size),
             np.array([r.accepted for r, _ in kept], dtype=np.int64),
             np.array([r.judged for r, _ in kept], dtype=np.int64),
             np.array([p for _, p in kept], dtype=np.int64),
@@ -54,6 +59,7 @@ class Rounds:
     def select(self, chosen_N: BoolArray) -> "Rounds":
         return Rounds(
             self.logits_NK[chosen_N],
+            self.entropies_NK[chosen_N],
             self.accepted_N[chosen_N],
             self.judged_N[chosen_N],
             self.prompts_N[chosen_N],
@@ -63,10 +69,15 @@ class Rounds:
         """The same rounds, as if their blocks were this long."""
         return Rounds(
             self.logits_NK[:, :positions],
+            self.entropies_NK[:, :positions],
             np.minimum(self.accepted_N, positions),
             np.minimum(self.judged_N, positions),
             self.prompts_N,
         )
+
+    def without_entropy(self) -> "Rounds":
+        """The same rounds, as if nothing were known of the draft's distribution."""
+        return replace(self, entropies_NK=np.zeros_like(self.entropies_NK))
 
     def counted(self, column: int) -> BoolArray:
         """Rounds [N] that say something about this position (a column, counted from 0)."""

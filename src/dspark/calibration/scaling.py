@@ -1,9 +1,11 @@
-"""Two ways to calibrate confidences: the paper's temperatures, and temperatures with offsets.
+"""Two ways to calibrate confidences: the paper's temperatures, and a regression with more evidence.
 
 A confidence head is trained at random positions of texts, drafting rounds begin behind rejections,
 where less is accepted: it is too sure of every position. A temperature turns
-logits about zero and cannot take that away; a temperature with an offset can (Platt scaling). The
-paper's own stays for engines that know no other (`calibration.export`), and to be compared with.
+logits about zero and cannot take that away; a temperature with an offset can (Platt scaling). And
+the entropy of what a slot is drawn from knows of its chances what the head does not: it gets a
+weight of its own. The paper's temperatures stay for engines that know no other
+(`calibration.export`), and to be compared with.
 """
 
 import numpy as np
@@ -24,68 +26,89 @@ GRID: FloatArray = np.geomspace(0.1, 10.0, 161)
 """Temperatures that are tried: 2.9% apart, 1 among them. Its ends bound those of a scaling, too."""
 MOST_OFFSET = 5.0
 """In logits; beyond it a position is never or always accepted."""
+MOST_ENTROPY_WEIGHT = 5.0
+"""In logits a nat, either way."""
 _PRIOR = 4.0
 """Pull towards the head as it is, in squared logits: worth about twenty rounds."""
+_HEAD: FloatArray = np.array([1.0, 0.0, 0.0])
+"""The head as it is: slope of the logit (1 / temperature), weight of the entropy, offset."""
 _LARGEST_LOGIT = 30.0
 
 
 def fit_scaling(
     rounds: Rounds, least: Scaling | None = None, most: Scaling | None = None
 ) -> Scaling:
-    """Temperature and offset [K] of each position: the likeliest, of the rounds that reached it.
+    """Temperature, offset and entropy weight [K] of each position: the likeliest, of the rounds
+    that reached it.
 
-    A round reaches position k when the prefix before it was accepted; there the head's conditional
-    confidence has a label of its own. Which rounds verify a position may depend on their logits
-    (a policy's choice): given the logits, that says nothing of the label.
+    A round reaches position k when the prefix before it was accepted; there the conditional
+    confidence has a label of its own. Which rounds verify a position may depend on their logits and
+    entropies (a policy's choice): given those, that says nothing of the label.
 
-    least, most: bounds, of `rounds.block_size`.
+    least, most: bounds, of `rounds.block_size`; what is equal in both is kept.
     """
     size = rounds.block_size
-    least = least or Scaling(np.full(size, GRID[0]), np.full(size, -MOST_OFFSET))
-    most = most or Scaling(np.full(size, GRID[-1]), np.full(size, MOST_OFFSET))
-    assert (least.temperatures <= most.temperatures).all()
-    assert (least.offsets <= most.offsets).all()
-    temperatures, offsets = np.ones(size), np.zeros(size)
+    least, most = least or _bound(GRID[0], -1, size), most or _bound(GRID[-1], 1, size)
+    lows_3K = np.stack([1 / most.temperatures, least.entropy_weights, least.offsets])
+    highs_3K = np.stack([1 / least.temperatures, most.entropy_weights, most.offsets])
+    assert (lows_3K <= highs_3K).all()
+    fitted_3K = np.empty((3, size))
     for column in range(size):
         reached = rounds.counted(column) & (rounds.accepted_N >= column)
-        logits, labels = rounds.logits_NK[reached, column], rounds.labels(column)[reached]
-        logits = np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT)
-        slope, _ = _likeliest(logits, labels)
-        slope = np.clip(slope, 1 / most.temperatures[column], 1 / least.temperatures[column])
-        _, offset = _likeliest(logits, labels, slope)
-        temperatures[column] = 1 / slope
-        offsets[column] = np.clip(offset, least.offsets[column], most.offsets[column])
-    return Scaling(temperatures, offsets)
+        logits = np.clip(rounds.logits_NK[reached, column], -_LARGEST_LOGIT, _LARGEST_LOGIT)
+        inputs_N3 = np.stack(
+            [logits, rounds.entropies_NK[reached, column], np.ones_like(logits)], axis=1
+        )
+        labels = rounds.labels(column)[reached]
+        fitted_3K[:, column] = _bounded(inputs_N3, labels, lows_3K[:, column], highs_3K[:, column])
+    return Scaling(1 / fitted_3K[0], fitted_3K[2], fitted_3K[1])
+
+
+def _bound(temperature: float, sign: int, size: int) -> Scaling:
+    each = np.ones(size)
+    return Scaling(temperature * each, sign * MOST_OFFSET * each, sign * MOST_ENTROPY_WEIGHT * each)
+
+
+def _bounded(
+    inputs_N3: FloatArray, labels_N: BoolArray, lows_3: FloatArray, highs_3: FloatArray
+) -> FloatArray:
+    """The likeliest values [3], each brought within its bounds before the next is settled."""
+    values = _HEAD.copy()
+    held = lows_3 == highs_3
+    values[held] = lows_3[held]
+    for place in np.flatnonzero(~held):
+        found = _likeliest(inputs_N3, labels_N, values, ~held)[place]
+        values[place] = np.clip(found, lows_3[place], highs_3[place])
+        held[place] = True
+    return values
 
 
 def _likeliest(
-    logits_N: FloatArray, labels_N: BoolArray, slope: float | None = None
-) -> tuple[float, float]:
-    """(slope, offset) under which the labels are likeliest, the prior included; with a slope given,
-    of the offset alone. Newton's method on a strictly convex function, its steps halved until they
+    inputs_N3: FloatArray, labels_N: BoolArray, given_3: FloatArray, free_3: BoolArray
+) -> FloatArray:
+    """Values [3] under which the labels are likeliest, the prior included; those that are not free
+    stay as given. Newton's method on a strictly convex function, its steps halved until they
     descend."""
-    inputs_N2 = np.stack([logits_N, np.ones_like(logits_N)], axis=1)
-    free = np.array([slope is None, True])
-    prior = np.array([1.0 if slope is None else slope, 0.0])
+    prior = np.where(free_3, _HEAD, given_3)
 
     def loss(values: FloatArray) -> float:
-        scores = inputs_N2 @ values
+        scores = inputs_N3 @ values
         likelihood = np.logaddexp(0.0, scores) - scores * labels_N
         return float(likelihood.sum() + _PRIOR / 2 * np.square(values - prior).sum())
 
     values, least = prior, loss(prior)
     for _ in range(100):
-        chances_N = 1 / (1 + np.exp(-np.clip(inputs_N2 @ values, -700, 700)))
-        slopes = inputs_N2.T @ (chances_N - labels_N) + _PRIOR * (values - prior)
-        curvature = (inputs_N2.T * (chances_N * (1 - chances_N))) @ inputs_N2 + _PRIOR * np.eye(2)
-        step = np.zeros(2)
-        step[free] = np.linalg.solve(curvature[np.ix_(free, free)], slopes[free])
+        chances_N = 1 / (1 + np.exp(-np.clip(inputs_N3 @ values, -700, 700)))
+        slopes = inputs_N3.T @ (chances_N - labels_N) + _PRIOR * (values - prior)
+        curvature = (inputs_N3.T * (chances_N * (1 - chances_N))) @ inputs_N3 + _PRIOR * np.eye(3)
+        step = np.zeros(3)
+        step[free_3] = np.linalg.solve(curvature[np.ix_(free_3, free_3)], slopes[free_3])
         while (found := loss(values - step)) > least and np.abs(step).max() > 1e-12:
             step = step / 2
         if not found < least:
             break
         values, least = values - step, found
-    return float(values[0]), float(values[1])
+    return values
 
 
 def fit_temperatures(rounds: Rounds, grid: npt.ArrayLike = GRID) -> FloatArray:
@@ -131,7 +154,10 @@ def _best(
 
 def survival(rounds: Rounds, scaling: Scaling | None = None) -> FloatArray:
     """Predicted survival [N, K] of the rounds' prefixes."""
-    confidence_NK = conditional_confidence(rounds.logits_NK, scaling)
+    if scaling is None:
+        confidence_NK = conditional_confidence(rounds.logits_NK)
+    else:
+        confidence_NK = scaling.confidence(rounds.logits_NK, rounds.entropies_NK)
     return np.asarray(np.cumprod(confidence_NK, axis=1), dtype=np.float64)
 
 
@@ -147,4 +173,4 @@ def check_enough(rounds: Rounds) -> None:
 
 
 def _scaled(logits_N: FloatArray, temperature: float) -> FloatArray:
-    return conditional_confidence(logits_N[:, None], Scaling.of_temperatures([temperature]))[:, 0]
+    return conditional_confidence(logits_N[:, None] / temperature)[:, 0]

@@ -25,9 +25,13 @@ class Snapshot:
     """[K] per condition, at least one; None is an uncalibrated head."""
 
     def confidence(
-        self, logits_RK: npt.ArrayLike, sampling: Sequence[SamplingParams]
+        self,
+        logits_RK: npt.ArrayLike,
+        entropies_RK: npt.ArrayLike,
+        sampling: Sequence[SamplingParams],
     ) -> FloatArray:
-        """Calibrated conditional confidences c [R, K] of raw logits; `sampling` is the rows'.
+        """Calibrated conditional confidences c [R, K] of raw logits and the entropies beside them;
+        `sampling` is the rows'.
 
         Blocks cut short take what their positions have.
         """
@@ -36,7 +40,7 @@ class Snapshot:
         assert self.proposals is not None
         wanted = [Condition.of(own, self.proposals) for own in sampling]
         rows = Scaling.rows([self.scalings[self.nearest(condition)] for condition in wanted])
-        return conditional_confidence(logits_RK, rows.first(np.shape(logits_RK)[1]))
+        return rows.first(np.shape(logits_RK)[1]).confidence(logits_RK, entropies_RK)
 
     def nearest(self, wanted: Condition) -> Condition:
         """The condition whose scaling serves the wanted one; the first of equals."""

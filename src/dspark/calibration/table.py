@@ -18,8 +18,11 @@ from dspark.core.sampling import SamplingParams
 FILE = "calibration.json"
 _PER_POSITION = ("ece_before", "ece_temperature_alone", "ece_after")
 """What exports and reports read of every position."""
-FORMAT_VERSION = 2
-"""2: offsets beside the temperatures."""
+_VECTORS = ("temperatures", "offsets", "entropy_weights", "temperatures_alone", "mean_survival")
+FORMAT_VERSION = 3
+"""3: entropy weights beside temperatures and offsets."""
+_WITHOUT_ENTROPY = 2
+"""The format before: read as weights of 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +31,10 @@ class Entry:
 
     temperatures: tuple[float, ...]
     offsets: tuple[float, ...]
-    """[K], what the engine uses together with the temperatures (`confidence.Scaling`)."""
+    entropy_weights: tuple[float, ...]
+    """[K] each; the three are what the engine uses together (`confidence.Scaling`)."""
     temperatures_alone: tuple[float, ...]
-    """[K], the paper's calibration: for engines without offsets."""
+    """[K], the paper's calibration: for engines that only divide."""
     mean_survival: tuple[float, ...]
     """[K] shares of prefixes accepted: what to expect of a request that nothing is known of."""
     positions: tuple[dict[str, Any], ...]
@@ -46,7 +50,14 @@ class Entry:
 
     @property
     def scaling(self) -> Scaling:
-        return Scaling(np.array(self.temperatures), np.array(self.offsets))
+        return Scaling(
+            np.array(self.temperatures), np.array(self.offsets), np.array(self.entropy_weights)
+        )
+
+    @property
+    def has_entropy(self) -> bool:
+        """False for one that was fitted before calibration knew of entropy."""
+        return any(self.entropy_weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +154,8 @@ def _listed(value: Any) -> Any:
 
 
 def _parse(document: Any) -> CalibrationTable:
-    if not isinstance(document, dict) or document.get("format_version") != FORMAT_VERSION:
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if type(version) is not int or version not in (FORMAT_VERSION, _WITHOUT_ENTROPY):
         raise ValueError(f"format_version must be {FORMAT_VERSION}")
     block_size, weights = document["block_size"], document["weights_sha256"]
     if type(block_size) is not int or block_size < 1 or not isinstance(weights, str):
@@ -152,6 +164,10 @@ def _parse(document: Any) -> CalibrationTable:
         raise ValueError("conditions must be a list with at least one entry")
     entries: dict[Condition, Entry] = {}
     for record in document["conditions"]:
+        if version == _WITHOUT_ENTROPY and isinstance(record, dict):
+            if "entropy_weights" in record:
+                raise ValueError(f"format_version {version} has no entropy_weights")
+            record = {**record, "entropy_weights": [0.0] * block_size}
         condition, entry = _parse_condition(record, block_size)
         if condition in entries:
             raise ValueError(f"the condition '{condition}' is there twice")
@@ -162,7 +178,7 @@ def _parse(document: Any) -> CalibrationTable:
 def _parse_condition(record: Any, block_size: int) -> tuple[Condition, Entry]:
     if not isinstance(record, dict):
         raise ValueError("a condition must be an object")
-    for name in ("temperatures", "offsets", "temperatures_alone", "mean_survival"):
+    for name in _VECTORS:
         _check_numbers(record[name], name, block_size)
     for name in _PER_POSITION:
         _check_numbers(

@@ -12,7 +12,7 @@ from dspark.cli.sampling import sampling_params
 from dspark.cli.table import number, table
 
 if TYPE_CHECKING:
-    from dspark.recipes.calibrate import CalibrationResult
+    from dspark.recipes.calibrate_result import CalibrationResult
 
 
 def calibrate(
@@ -77,8 +77,9 @@ def calibrate(
 ) -> None:
     """Calibrate the bundle's confidences on half of the prompts, report on the other half."""
     from dspark.recipes.bundles import bundle_folder
-    from dspark.recipes.calibrate import calibratable, check_files, draw, export_file
+    from dspark.recipes.calibrate import calibratable, check_files
     from dspark.recipes.calibrate import calibrate as run_calibration
+    from dspark.recipes.calibrate_result import draw, export_file
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
@@ -122,9 +123,8 @@ def calibrate(
 
 def report(result: "CalibrationResult") -> str:
     """The result for people."""
-    header = ["position", "rounds", "accepted", "temperature", "offset",
-              "ECE before", "ECE, T alone", "ECE after",
-              "95% interval", "floor", "AUC", "Brier", "bias"]  # fmt: skip
+    header = ["position", "rounds", "accepted", "temperature", "offset", "entropy weight",
+              "ECE", "95% interval", "floor", "bias"]  # fmt: skip
     rows = [
         [
             str(p.position),
@@ -132,13 +132,10 @@ def report(result: "CalibrationResult") -> str:
             f"{p.accepted:.1%}",
             f"{p.temperature:.2f}",
             f"{p.offset:+.2f}",
-            f"{p.ece_before:.1%}",
-            f"{p.ece_temperature_alone:.1%}",
+            f"{p.entropy_weight:+.2f}",
             f"{p.ece_after:.1%}",
             "-" if p.ece_after_ci95 is None else "{:.1%} to {:.1%}".format(*p.ece_after_ci95),
             f"{p.ece_floor:.1%}",
-            number(p.auc, ".3f"),
-            f"{p.brier:.3f}",
             f"{p.bias:+.1%}",
         ]
         for p in result.positions
@@ -151,9 +148,35 @@ def report(result: "CalibrationResult") -> str:
         "",
         table(header, rows),
         "",
-        f"mean ECE {result.mean_ece_before:.1%} before, {result.mean_ece_temperature_alone:.1%} "
-        f"with a temperature alone, {result.mean_ece_after:.1%} with an offset beside it; a "
-        f"perfect predictor would show {result.mean_ece_floor:.1%} on as many rounds.",
+        "what each part brings (raw: the head as it is; T: the paper's temperature alone; offset:",
+        "beside a temperature; all: with the entropy of the draft's distribution):",
+        "",
+        table(*_parts(result)),
+        "",
+        f"mean ECE {result.mean_ece_before:.1%} raw, {result.mean_ece_temperature_alone:.1%} with "
+        f"a temperature alone, {result.mean_ece_without_entropy:.1%} with an offset beside it, "
+        f"{result.mean_ece_after:.1%} with entropy as well; a perfect predictor would show "
+        f"{result.mean_ece_floor:.1%} on as many rounds.",
         *(f"note: {remark}" for remark in result.remarks),
         f"written to {result.path}",
     ])  # fmt: skip
+
+
+def _parts(result: "CalibrationResult") -> tuple[list[str], list[list[str]]]:
+    """ECE, AUC and Brier score of every position, with more and more of the calibration."""
+    parts = ["raw", "T", "offset", "all"]
+    header = ["position", *(f"{name} {part}" for name in ("ECE", "AUC", "Brier") for part in parts)]
+    rows = []
+    for p in result.positions:
+        eces = p.ece_before, p.ece_temperature_alone, p.ece_without_entropy, p.ece_after
+        aucs = p.auc_before, p.auc_temperature_alone, p.auc_without_entropy, p.auc
+        briers = p.brier_before, p.brier_temperature_alone, p.brier_without_entropy, p.brier
+        rows.append(
+            [
+                str(p.position),
+                *(f"{value:.1%}" for value in eces),
+                *(number(value, ".3f") for value in aucs),
+                *(f"{value:.3f}" for value in briers),
+            ]
+        )
+    return header, rows

@@ -44,6 +44,9 @@ class RoundRecord:
     """The text ended in this round (EOS, stop token or length)."""
     confidence: tuple[float, ...] = ()
     """Raw confidence logits per position; empty without a confidence head."""
+    entropy: tuple[float, ...] = ()
+    """Entropy of what each position was drafted from, as the drafter alone has it
+    (`DraftBlock.entropy_RK`); empty without a confidence head."""
     survival: tuple[float, ...] = ()
     """Calibrated probabilities that the draft is accepted up to each position, as the round was
     scheduled with them; empty without a confidence head."""

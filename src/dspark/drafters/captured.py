@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dspark.core.sampling import SamplingParams
 from dspark.drafters.dspark import DSparkModel
-from dspark.drafters.serving import DSparkDrafter, Proposals
+from dspark.drafters.proposals import Drawn, Proposals
+from dspark.drafters.serving import DSparkDrafter
 from dspark.nn.graphs import Capture, Graphed, bucket
 from dspark.nn.kv_cache import KVStore
 from dspark.nn.padded_attention import (
@@ -104,7 +105,7 @@ class CapturedDrafter(DSparkDrafter):
         sampling: Sequence[SamplingParams],
         noise: DraftNoise,
         adjust: DraftAdjust | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> Drawn:
         if adjust is not None:
             return super()._sample(anchors_R, proposals, sampling, noise, adjust)
         slots = range(self.block_size)
@@ -113,8 +114,7 @@ class CapturedDrafter(DSparkDrafter):
         key = bucket(len(sampling)), truncates_any(sampling)
         if key not in self._loops:
             self._loops[key] = self._loop_graph(*key, values)
-        tokens_RK, probs_RKC, *confidence = self._loops[key](*values)
-        return tokens_RK, probs_RKC, confidence[0] if confidence else None
+        return Drawn(*self._loops[key](*values))
 
     def _backbone_graph(self, requests: int, pages: int, page_size: int, store: KVStore) -> Graphed:
         config, K = self.config, self.block_size

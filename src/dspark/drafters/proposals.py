@@ -1,4 +1,6 @@
-"""The tokens that may be proposed, their base logits, and the draw."""
+"""The tokens that may be proposed, their base logits, the draw, and its entropy."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +10,28 @@ from dspark.drafters.fused import LinearFactory
 from dspark.nn.binding import finish_logits
 from dspark.nn.sampling import SamplingRows, probs_from_logits, race
 from dspark.nn.seams import Binding, DraftAdjust, DraftNoise
+
+
+class Proposals(NamedTuple):
+    """What the backbone says before the first token is drawn."""
+
+    hidden_RKD: Tensor
+    """After the final norm."""
+    base_RKC: Tensor
+    """Logits of the candidates without the sequential head's bias."""
+    ids_RKC: Tensor
+    """int64 token ids of the candidates."""
+    columns_RKC: Tensor | None
+    """int64 columns of the candidates in the draft vocabulary; None: all of them, in order."""
+
+
+class Drawn(NamedTuple):
+    """What the sequential loop leaves: parts of a `DraftBlock`, by the same names."""
+
+    tokens_RK: Tensor
+    probs_RKC: Tensor
+    confidence_RK: Tensor | None = None
+    entropy_RK: Tensor | None = None
 
 
 class ProposalHead:
@@ -57,3 +81,8 @@ def draw(
     probs_RC = probs_from_logits(logits_RC, rows)
     winners_R = race(probs_RC, noise(drafted_Rk.shape[1], ids_RC))
     return probs_RC, ids_RC.gather(1, winners_R[:, None])[:, 0]
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy [...] in nats, float32, of the softmax of logits [..., C]."""
+    return torch.special.entr(logits.float().softmax(-1)).sum(-1)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from dspark.drafters.fused import (
     plain_linear,
     weight_of,
 )
-from dspark.drafters.proposals import ProposalHead, draw
+from dspark.drafters.proposals import Drawn, ProposalHead, Proposals, draw, entropy
 from dspark.nn.attention import ragged_attention
 from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.binding import embed
@@ -33,19 +33,6 @@ from dspark.nn.seams import Binding, DraftAdjust, DraftBlock, DraftNoise, Ragged
 DrawSlot = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(slot, logits [R, C], tokens drafted before it [R, slot]) -> (probabilities [R, C], tokens
 [R])."""
-
-
-class Proposals(NamedTuple):
-    """What the backbone says before the first token is drawn."""
-
-    hidden_RKD: Tensor
-    """After the final norm."""
-    base_RKC: Tensor
-    """Logits of the candidates without the sequential head's bias."""
-    ids_RKC: Tensor
-    """int64 token ids of the candidates."""
-    columns_RKC: Tensor | None
-    """int64 columns of the candidates in the draft vocabulary; None: all of them, in order."""
 
 
 class DSparkDrafter:
@@ -145,14 +132,13 @@ class DSparkDrafter:
         """One backbone pass over R blocks, then K tokens left to right; see `Drafter.draft`."""
         proposals = self._propose(anchors_R, anchor_positions_R, tables, store)
         head_started = self._clock()
-        tokens_RK, probs_RKC, confidence_RK = self._sample(
-            anchors_R, proposals, sampling, noise, adjust
-        )
+        drawn = self._sample(anchors_R, proposals, sampling, noise, adjust)
         return DraftBlock(
-            tokens_RK=tokens_RK,
+            tokens_RK=drawn.tokens_RK,
             candidates_RKC=proposals.ids_RKC,
-            probs_RKC=probs_RKC,
-            confidence_RK=confidence_RK,
+            probs_RKC=drawn.probs_RKC,
+            confidence_RK=drawn.confidence_RK,
+            entropy_RK=drawn.entropy_RK,
             head_seconds=self._clock() - head_started,
         )
 
@@ -191,8 +177,7 @@ class DSparkDrafter:
         sampling: Sequence[SamplingParams],
         noise: DraftNoise,
         adjust: DraftAdjust | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens [R, K], the probabilities they were drawn from [R, K, C], confidences [R, K]."""
+    ) -> Drawn:
         rows = SamplingRows.of(sampling, device=anchors_R.device)
 
         def draw_slot(slot: int, logits_RC: Tensor, drafted_Rk: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,28 +221,27 @@ class DSparkDrafter:
             None if columns_MC is None else columns_MC.view(R, K, -1),
         )
 
-    def _left_to_right(
-        self, anchors_R: Tensor, proposals: Proposals, draw_slot: DrawSlot
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `_sample`."""
+    def _left_to_right(self, anchors_R: Tensor, proposals: Proposals, draw_slot: DrawSlot) -> Drawn:
         hidden_RKD, base_RKC, ids_RKC, columns_RKC = proposals
         R, K, _ = hidden_RKD.shape
         bias = self._markov.block(hidden_RKD, columns_RKC) if self._markov else None
         probs_RKC = torch.empty(ids_RKC.shape, dtype=torch.float64, device=base_RKC.device)
         tokens = torch.empty(R, 1 + K, dtype=torch.int64, device=base_RKC.device)
         tokens[:, 0] = anchors_R
+        logits_RKC = base_RKC if bias is None else torch.empty_like(base_RKC)
         for slot in range(K):
-            logits_RC = base_RKC[:, slot]
             if bias is not None:
-                logits_RC = logits_RC + bias(slot, tokens[:, slot])
+                logits_RKC[:, slot] = base_RKC[:, slot] + bias(slot, tokens[:, slot])
             probs_RKC[:, slot], tokens[:, slot + 1] = draw_slot(
-                slot, logits_RC, tokens[:, 1 : slot + 1]
+                slot, logits_RKC[:, slot], tokens[:, 1 : slot + 1]
             )
-        return tokens[:, 1:], probs_RKC, self._confidence_logits(hidden_RKD, tokens[:, :K])
-
-    def _confidence_logits(self, hidden_RKD: Tensor, previous_RK: Tensor) -> Tensor | None:
         if self._confidence is None:
-            return None
+            return Drawn(tokens[:, 1:], probs_RKC)
+        confidence_RK = self._confidence_logits(hidden_RKD, tokens[:, :K])
+        return Drawn(tokens[:, 1:], probs_RKC, confidence_RK, entropy(logits_RKC))
+
+    def _confidence_logits(self, hidden_RKD: Tensor, previous_RK: Tensor) -> Tensor:
+        assert self._confidence is not None
         if self.config.has_markov_confidence:
             assert self._markov is not None
             hidden_RKD = torch.cat([hidden_RKD, self._markov.w1_Vr[previous_RK]], -1)

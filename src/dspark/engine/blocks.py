@@ -1,5 +1,7 @@
 """Draft blocks as the engine reads them: a row for every request of a step."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -13,13 +15,14 @@ def spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
     def at_rows(values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(count, *values.shape[1:]).index_copy_(0, index, values)
 
-    return DraftBlock(
-        at_rows(block.tokens_RK),
-        at_rows(block.candidates_RKC),
-        at_rows(block.probs_RKC),
-        None if block.confidence_RK is None else at_rows(block.confidence_RK),
-        None if block.lengths_R is None else at_rows(block.lengths_R),
-        block.head_seconds,
+    return replace(
+        block,
+        tokens_RK=at_rows(block.tokens_RK),
+        candidates_RKC=at_rows(block.candidates_RKC),
+        probs_RKC=at_rows(block.probs_RKC),
+        confidence_RK=None if block.confidence_RK is None else at_rows(block.confidence_RK),
+        entropy_RK=None if block.entropy_RK is None else at_rows(block.entropy_RK),
+        lengths_R=None if block.lengths_R is None else at_rows(block.lengths_R),
     )
 
 
@@ -32,8 +35,9 @@ def proposed_lengths(draft: DraftBlock | None) -> list[int]:
     return [draft.tokens_RK.shape[1]] * draft.tokens_RK.shape[0]
 
 
-def confidence_rows(draft: DraftBlock | None) -> list[tuple[float, ...]]:
-    """Raw confidence logits of each row; [] without a confidence head."""
-    if draft is None or draft.confidence_RK is None:
+def confidence_rows(draft: DraftBlock | None) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Raw confidence logits and entropies of each row; [] without a confidence head."""
+    if draft is None or draft.confidence_RK is None or draft.entropy_RK is None:
         return []
-    return [tuple(row) for row in draft.confidence_RK.tolist()]
+    rows = zip(draft.confidence_RK.tolist(), draft.entropy_RK.tolist(), strict=True)
+    return [(tuple(logits), tuple(entropies)) for logits, entropies in rows]

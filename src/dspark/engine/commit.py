@@ -87,6 +87,8 @@ class Commit:
             state.emit(tokens)
             self._places.waiting.charge(own.owner, len(tokens))
             if not first:
+                known = proposed and confidences
+                confidence, entropy = confidences[r] if known else ((), ())
                 state.cached += 1 + accepted  # the anchor and the accepted tokens have K/V now
                 rounds.append(
                     RoundRecord(
@@ -97,7 +99,8 @@ class Commit:
                         accepted=min(accepted, len(tokens)),
                         emitted=len(tokens),
                         ended=finished is not None,
-                        confidence=confidences[r] if proposed and confidences else (),
+                        confidence=confidence,
+                        entropy=entropy,
                         survival=tuple(survivals[r]) if proposed and survivals else (),
                     )
                 )

@@ -5,6 +5,7 @@ Whatever goes wrong for one request here (a grammar, logits that are not finite)
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,23 +49,19 @@ def draft_adjust(states: Sequence[RequestState]) -> DraftAdjust | None:
 
 def sound_draft(block: DraftBlock, states: Sequence[RequestState]) -> DraftBlock:
     """The block without numbers that are none; the requests they were drafted for fail."""
-    confidence_RK = block.confidence_RK
-    if torch.isfinite(block.probs_RKC).all() and (
-        confidence_RK is None or not confidence_RK.isnan().any()
-    ):
+    said = [own for own in (block.confidence_RK, block.entropy_RK) if own is not None]
+    if torch.isfinite(block.probs_RKC).all() and not any(own.isnan().any() for own in said):
         return block
     bad_R = ~torch.isfinite(block.probs_RKC).flatten(1).all(-1)
-    if confidence_RK is not None:
-        bad_R |= confidence_RK.isnan().any(-1)
+    for own_RK in said:
+        bad_R |= own_RK.isnan().any(-1)
     _blame(states, bad_R, "the drafter's probabilities are not finite; check the bundle's "
            "weights, or use --policy off")  # fmt: skip
-    return DraftBlock(
-        block.tokens_RK,
-        block.candidates_RKC,
-        block.probs_RKC.nan_to_num(0.0, 0.0, 0.0),
-        None if confidence_RK is None else confidence_RK.nan_to_num(0.0),
-        block.lengths_R,
-        block.head_seconds,
+    return replace(
+        block,
+        probs_RKC=block.probs_RKC.nan_to_num(0.0, 0.0, 0.0),
+        confidence_RK=None if block.confidence_RK is None else block.confidence_RK.nan_to_num(0.0),
+        entropy_RK=None if block.entropy_RK is None else block.entropy_RK.nan_to_num(0.0),
     )
 
 

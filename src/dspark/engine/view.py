@@ -35,9 +35,11 @@ def round_view(
     if draft is not None and draft.confidence_RK is not None:
         logits_RK = draft.confidence_RK.double().cpu().numpy()
         confidence = conditional_confidence(logits_RK)
-        assert snapshot is not None
+        assert snapshot is not None and draft.entropy_RK is not None
+        entropies_RK = draft.entropy_RK.double().cpu().numpy()
         sampling = [state.request.params for state in decoding]
-        survival = survival_probabilities(snapshot.confidence(logits_RK, sampling))
+        calibrated_RK = snapshot.confidence(logits_RK, entropies_RK, sampling)
+        survival = survival_probabilities(calibrated_RK)
     return RoundView(
         step=step,
         requests=tuple(state.request.id for state in decoding),

@@ -152,11 +152,19 @@ class DraftBlock:
     """float64 draft probabilities of the candidates; any other token has probability 0."""
     confidence_RK: Tensor | None
     """float32 raw confidence logits (before calibration), or None without a confidence head."""
+    entropy_RK: Tensor | None = None
+    """float32 entropy, in nats, of each slot's candidates: after the sequential head and before all
+    that requests ask for (bias, masks, temperature, truncation), so that greedy ones have it, too.
+    It reads the tokens before its slot and never its own (law 2). There wherever confidences are.
+    """
     lengths_R: Tensor | None = None
     """int64 slots that hold a proposal, a prefix of the block; None: all of them. Decided by the
     text so far and never by a token that was drawn, so that it anticipates nothing (law 2)."""
     head_seconds: float = 0.0
     """Part of the draft's wall time that its sequential head, sampling and confidences took."""
+
+    def __post_init__(self) -> None:
+        assert (self.confidence_RK is None) == (self.entropy_RK is None)
 
 
 class Drafter(Protocol):

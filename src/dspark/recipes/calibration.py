@@ -11,6 +11,8 @@ from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.native import WEIGHTS
 from dspark.core.errors import ConfigError
 
+_OLD = " (fitted without the draft's entropy: dspark calibrate makes it anew)"
+
 
 def candidate_set(bundle: Bundle) -> CandidateSet:
     """What the bundle's drafter proposes from, as it is served."""
@@ -73,7 +75,8 @@ def serving_calibration(
             "(dspark calibrate makes one)"
         )
     else:
-        say(f"calibration: {'; '.join(str(condition) for condition in table.entries)}")
+        known = [f"{c}{'' if own.has_entropy else _OLD}" for c, own in table.entries.items()]
+        say(f"calibration: {'; '.join(known)}")
     length = min(draft_length or bundle.config.block_size, bundle.config.block_size)
     whole = {} if table is None else table.scalings
     scalings = {condition: own.first(length) for condition, own in whole.items()}

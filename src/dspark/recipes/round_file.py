@@ -2,7 +2,8 @@
 
 A file is jsonl. Its first line says how the rounds came about; every further line is one text:
 
-    {"file": "gsm8k", "line": 12, "sample": 0, "rounds": [[accepted, judged, [logit, ...]], ...]}
+    {"file": "gsm8k", "line": 12, "sample": 0, "rounds": [
+        [accepted, judged, [logit, ...], [entropy, ...]], ...]}
 
 A process killed in the middle of a write leaves a torn last line: it is dropped when the file is
 opened again. Anything else that is wrong is an error with the file and line.
@@ -16,13 +17,14 @@ from typing import Any
 
 from dspark.core.errors import DataError
 
-FORMAT = "dspark-rounds/1"
+FORMAT = "dspark-rounds/2"
+_WITHOUT_ENTROPY = "dspark-rounds/1"
 
 TextKey = tuple[str, int, int]
 """(prompt file stem, 1-based line, sample)."""
 
-RoundRow = tuple[int, int, tuple[float, ...]]
-"""Accepted and judged positions, and the block's raw confidence logits."""
+RoundRow = tuple[int, int, tuple[float, ...], tuple[float, ...]]
+"""Accepted and judged positions, the block's raw confidence logits, and its entropies in nats."""
 
 
 class RoundFile:
@@ -43,7 +45,10 @@ class RoundFile:
         assert key not in self.texts, key
         file, line, sample = key
         # Nine digits are a float32 exactly.
-        rows = [[a, j, [float(f"{x:.9g}") for x in logits]] for a, j, logits in rounds]
+        rows = [
+            [a, j, *([float(f"{x:.9g}") for x in values] for values in evidence)]
+            for a, j, *evidence in rounds
+        ]
         record = {"file": file, "line": line, "sample": sample, "rounds": rows}
         self._write(json.dumps(record, separators=(",", ":")))
         self.texts[key] = tuple(rounds)
@@ -62,7 +67,10 @@ class RoundFile:
                 record = json.loads(line)
                 if number > 1:
                     key = record["file"], record["line"], record["sample"]
-                    self.texts[key] = tuple((a, j, tuple(x)) for a, j, x in record["rounds"])
+                    self.texts[key] = tuple(
+                        (a, j, tuple(logits), tuple(entropies))
+                        for a, j, logits, entropies in record["rounds"]
+                    )
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"{self.path}, line {number}: not the rounds of a text ({error}); delete it"
@@ -73,6 +81,11 @@ class RoundFile:
             os.truncate(self.path, len(whole))
 
     def _check_header(self, header: Any) -> None:
+        if isinstance(header, dict) and header.get("format") == _WITHOUT_ENTROPY:
+            raise DataError(
+                f"{self.path} holds rounds without the draft's entropies, which an older version "
+                "wrote and no fit can do without; give another --run folder"
+            )
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise DataError(f"{self.path} is not a file of rounds ({FORMAT})")
         for key, ours in self._header.items():
