@@ -54,7 +54,9 @@ def view_of(requests: int, seed: int) -> RoundView:
 
 def planners(requests: int, views: list[RoundView]) -> dict[str, Callable[[RoundView], object]]:
     model = machine(requests * (1 + BLOCK))
-    sps = model.round_sps(requests=requests, drafting=requests, context_tokens=500.0 * requests)
+    sps = model.round_sps(
+        requests=requests, drafting=requests, length=BLOCK, context_tokens=500.0 * requests
+    )
     policies: list[ByConfidence] = [Early(model), Async(model), Marginal(model)]
     for policy in policies:
         for view in views[:3]:

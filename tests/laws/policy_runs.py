@@ -31,6 +31,7 @@ class PolicyRun:
         self.requests, self.length, self.prefill_tokens = requests, length, prefill_tokens
         self.seen_lengths: set[int] = set()
         self.seen_wanted: set[bool] = set()
+        self.seen_drafts: set[int] = set()
         self._costs: dict[int, object] = {}
 
     def law(self, policy: Policy) -> Law:
@@ -61,16 +62,20 @@ class PolicyRun:
         view = self._view(texts, active, step)
         wanted = policy.wants_draft(view)
         self.seen_wanted |= {*wanted.tolist()}
+        slots = 0
+        if wanted.any():
+            slots = policy.draft_length(view)
+            self.seen_drafts.add(slots)
         asked = self._dump(policy)
         blocks = [
-            self.requests[r].drafts(texts[r]) if wants else (((), 1.0),)
+            _shortened(self.requests[r].drafts(texts[r]), slots if wants else 0)
             for r, wants in zip(active, wanted, strict=True)
         ]
         for drafts in product(*blocks):
             drawn = float(np.prod([weight for _, weight in drafts]))
             tokens = [tokens for tokens, _ in drafts]
             policy = self._load(asked)
-            after = self._drafted(view, texts, active, tokens, wanted)
+            after = self._drafted(view, texts, active, tokens, slots, wanted)
             lengths = policy.admit(after).tolist()
             assert all(0 <= n <= most for n, most in zip(lengths, after.max_admit_R, strict=True))
             self.seen_lengths |= {*lengths}
@@ -81,7 +86,8 @@ class PolicyRun:
             ]
             for output in product(*outputs):
                 policy = self._load(admitted)
-                policy.observe(self._record(texts, active, step, wanted, lengths, output))
+                proposed = [slots * int(wants) for wants in wanted]
+                policy.observe(self._record(texts, active, step, proposed, lengths, output))
                 new_texts = list(texts)
                 prob = drawn
                 for r, (run, weight) in zip(active, output, strict=True):
@@ -108,9 +114,11 @@ class PolicyRun:
         texts: tuple[Text, ...],
         active: list[int],
         tokens: list[Text],
+        slots: int,
         wanted: np.ndarray,
     ) -> RoundView:
-        view = replace(view, max_admit_R=np.where(wanted, view.max_admit_R, 0))
+        room_R = np.minimum(view.max_admit_R, slots)
+        view = replace(view, max_admit_R=np.where(wanted, room_R, 0), draft_length=slots or None)
         if not wanted.any():
             return view
         confidence_RK = np.zeros((len(active), view.block_size))
@@ -122,18 +130,18 @@ class PolicyRun:
             view, confidence_RK=confidence_RK, survival_RK=np.cumprod(confidence_RK, axis=1)
         )
 
-    def _record(self, texts, active, step, wanted, lengths, output) -> StepRecord:
+    def _record(self, texts, active, step, proposed, lengths, output) -> StepRecord:
         rounds = [
             RoundRecord(
                 request=r,
                 round=step,
-                proposed=self.requests[r].toy.block if wants else 0,
+                proposed=slots,
                 admitted=count,
                 accepted=len(run) - 1,
                 emitted=len(run),
                 ended=len(texts[r]) + len(run) == self.length,
             )
-            for r, wants, count, (run, _) in zip(active, wanted, lengths, output, strict=True)
+            for r, slots, count, (run, _) in zip(active, proposed, lengths, output, strict=True)
         ]
         return StepRecord(
             step=step,
@@ -166,3 +174,11 @@ class PolicyRun:
                 return run._costs[key]
 
         return Unpickler(io.BytesIO(state)).load()
+
+
+def _shortened(blocks: Sequence[tuple[Text, float]], slots: int) -> tuple[tuple[Text, float], ...]:
+    """The law of the first `slots` tokens of drafts."""
+    law: dict[Text, float] = defaultdict(float)
+    for tokens, weight in blocks:
+        law[tokens[:slots]] += weight
+    return tuple(law.items())

@@ -1,5 +1,6 @@
 """Laws 1, 2 and 3 over the policies that serve: state, gate and lag included."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -12,7 +13,7 @@ from dspark.scheduling import by_confidence, gate
 from dspark.scheduling.by_confidence import Async, Early, Global, Marginal
 from dspark.scheduling.capacity import LaggedSurvival
 from dspark.scheduling.cost import SpsCurve
-from dspark.scheduling.cost_model import CurveCost
+from dspark.scheduling.cost_model import CurveCost, PartCost
 from dspark.scheduling.policies import FixedLength, Off, Policy, RoundView, Threshold
 from dspark.scheduling.survival import survival_probabilities
 from tests.laws.harness import Request, distance, target_law
@@ -26,13 +27,20 @@ from tests.oracles.exact_round import (
     round_law,
 )
 from tests.oracles.scheduling import is_sequential
-from tests.scheduling.models import step_model
+from tests.scheduling.models import curve, step_model
 from tests.scheduling.strategies import FLOAT_CONFIDENCE
 
 LENGTH = 4
 EXACT = 1e-12
 # Jagged, as measured costs are, and dear enough that gates change their minds.
 MODEL = step_model(0.7, 1.0, 1.45, 1.8, 1.9, 2.1, 2.2, 2.5, draft=0.25)
+
+BY_SLOT = replace(
+    step_model(1.0, 1.15, 1.3, 1.45, 1.6, 1.75, 1.9, 2.05),
+    draft=PartCost(curve(0.0, slope=0.1), curve(0.0, 0.02)),
+    lengths=(1, 2),
+)
+"""Where a gate may choose between drafts of one token and of two."""
 
 JAGGED = CurveCost(SpsCurve.from_points(range(1, 9), [1.5, 1.0, 0.69, 0.55, 0.52, 0.48, 0.45, 0.4]))
 """The curve on which a biased search is seen; see test_losslessness."""
@@ -50,6 +58,9 @@ POLICIES: dict[str, Policy] = {
     "marginal": Marginal.gated(MODEL),
     "early, with an expectation": Early.gated(MODEL, expected_K=EXPECTED),
     "async, with an expectation": Async.gated(MODEL, expected_K=EXPECTED),
+    "early, drafts of two lengths": Early.gated(BY_SLOT),
+    "async, drafts of two lengths": Async.gated(BY_SLOT, expected_K=EXPECTED),
+    "marginal, drafts of two lengths": Marginal.gated(BY_SLOT),
     "early, no gate": Early(MODEL),
     "async, no gate": Async(MODEL),
     "marginal, no gate": Marginal(MODEL),
@@ -63,6 +74,9 @@ GATED = (
     "marginal",
     "early, with an expectation",
     "async, with an expectation",
+    "early, drafts of two lengths",
+    "async, drafts of two lengths",
+    "marginal, drafts of two lengths",
 )
 
 
@@ -73,6 +87,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_PROBE_WEIGHT", 1.0)
     monkeypatch.setattr(gate, "_TRUST_WEIGHT", 0.5)
     monkeypatch.setattr(gate, "_PROBE_SHARE", 0.6)
+    monkeypatch.setattr(gate, "_DRIFT", 0.5)
+    monkeypatch.setattr(gate, "_DRAFTS_IN_MEAN", 1)
 
 
 def two_requests(**sampling: float) -> list[Request]:
@@ -98,6 +114,7 @@ def test_two_requests_jointly_over_three_rounds(
     assert worst(run, POLICIES[name]) < EXACT
     if name in GATED:
         assert run.seen_wanted == {True, False}, "the gate must have decided both ways"
+        assert run.seen_drafts == ({1, 2} if "two lengths" in name else {2})
     if name not in ("off", "fixed:2"):
         assert len(run.seen_lengths) > 1, "admission must have decided more ways than one"
 
@@ -130,6 +147,22 @@ def test_mutation_the_break_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mutation_global_under_rejection() -> None:
     assert Global.rules == {"coupled"}
     assert worst(PolicyRun(two_requests(), LENGTH), Global(JAGGED)) > 1e-2
+
+
+def test_mutation_a_draft_cut_where_its_own_survival_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots may be left out before a draft, not after a look at the whole of it."""
+
+    class Cutting(Early):
+        def _admit(self, view: RoundView) -> np.ndarray:
+            lengths = super()._admit(view)
+            if view.survival_RK is None:
+                return lengths
+            sure = view.survival_RK[:, 1] > 0.9 * view.survival_RK[:, 0]
+            return np.where(sure, lengths, 0)
+
+    globals()["Cutting"] = Cutting  # pickles find it by name
+    Cutting.__qualname__ = "Cutting"
+    assert worst(PolicyRun(two_requests(), LENGTH), Cutting(BY_SLOT)) > 1e-2
 
 
 # Law 2: changing what comes later.

@@ -74,15 +74,17 @@ def test_a_profile_measures_every_shape_and_is_found_again(
     cells = [(c.batch_tokens, c.requests, c.context_length) for c in measured.table.steps]
     assert cells == shapes(SMALL, BLOCK)
     assert all(cell.forward > 0 and cell.rest > 0 for cell in measured.table.steps)
-    assert {(c.requests, c.context_length) for c in measured.table.drafts} == {
-        (1, 20), (2, 20), (4, 20), (1, 60), (4, 60)
+    assert {(c.requests, c.length, c.context_length) for c in measured.table.drafts} == {
+        *((requests, length, 20) for requests in (1, 2, 4) for length in range(1, BLOCK + 1)),
+        (1, BLOCK, 60), (4, BLOCK, 60),
     }  # fmt: skip
+    assert measured.fit.model.lengths == (*range(1, BLOCK + 1),)
     assert [cell.requests for cell in measured.capture] == [1, 2, 4]
     document = measured.to_json()
     assert {*document["verify"][0]} >= {
         "batch_tokens", "requests", "context_length", "milliseconds"
     }  # fmt: skip
-    assert {*document["draft"][0]} == {"requests", "context_length", "milliseconds"}
+    assert {*document["draft"][0]} == {"requests", "length", "context_length", "milliseconds"}
     assert document["fingerprint"]["target"].startswith("target ")
     json.dumps(document, allow_nan=False)
 

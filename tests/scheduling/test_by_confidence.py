@@ -165,7 +165,9 @@ def test_early_and_global_are_the_searches_on_the_rounds_curve(data: st.DataObje
     times = data.draw(st.lists(st.sampled_from([1.0, 1.1, 2.0, 3.0]), min_size=16, max_size=16))
     model = step_model(*np.sort(times))
     view = view_of(np.cumprod(rows, axis=1).tolist(), prefill_tokens=data.draw(st.integers(0, 3)))
-    sps = model.round_sps(requests=len(rows), drafting=len(rows), context_tokens=10.0 * len(rows))
+    sps = model.round_sps(
+        requests=len(rows), drafting=len(rows), length=3, context_tokens=10.0 * len(rows)
+    )
     options = {"prefill_tokens": view.prefill_tokens, "max_admit_R": view.max_admit_R}
     assert (
         Early(model).admit(view).tolist() == algorithm_1(view.survival_RK, sps, **options).tolist()

@@ -25,8 +25,9 @@ def machine(tokens: int, requests: int, context: int) -> tuple[float, float]:
     return forward, 0.001 * tokens
 
 
-def drafting(requests: int, context: int) -> float:
-    return 0.004 + 0.0005 * requests + 1e-6 * requests * context
+def drafting(requests: int, length: int, context: int) -> float:
+    slots = requests * length
+    return 0.004 + 0.0005 * requests + 0.0003 * slots + 1e-6 * requests * context
 
 
 def table() -> CostTable:
@@ -38,9 +39,10 @@ def table() -> CostTable:
             StepCell(batch_tokens=b, requests=r, context_length=c, forward=forward, rest=rest)
         )
     drafts = [
-        DraftCell(requests=r, context_length=c, seconds=drafting(r, c))
+        DraftCell(requests=r, length=k, context_length=c, seconds=drafting(r, k, c))
         for r in (1, 2, 4, 8)
-        for c in (100, 900)
+        for k in (1, 2, 7)
+        for c in ((100, 900) if k == 7 else (100,))
     ]
     return CostTable(HERE, tuple(steps), tuple(drafts))
 
@@ -51,8 +53,19 @@ def test_a_machine_of_the_models_form_is_found_again() -> None:
     for b, r, c in [(5, 1, 300), (9, 2, 2000), (16, 4, 50), (18, 4, 50), (40, 8, 700)]:
         found = fit.model.step_seconds(b, requests=r, context_tokens=r * c)
         assert found == pytest.approx(sum(machine(b, r, c)))
-        draft = fit.model.draft_seconds(r, requests=r, context_tokens=r * c)
-        assert draft == pytest.approx(drafting(r, c))
+        for length in (1, 2, 4, 7):
+            draft = fit.model.draft_seconds(r, length=length, requests=r, context_tokens=r * c)
+            assert draft == pytest.approx(drafting(r, length, c))
+    assert fit.model.lengths == (1, 2, 7)
+
+
+def test_drafts_of_one_length_are_priced_by_requests_alone() -> None:
+    """As for a drafter whose block is one token."""
+    drafts = [cell for cell in table().drafts if cell.length == 7]
+    model = fit_cost(table().steps, drafts).model
+    assert model.lengths == (7,)
+    draft = model.draft_seconds(4, length=7, requests=4, context_tokens=4 * 500)
+    assert draft == pytest.approx(drafting(4, 7, 500))
 
 
 def test_a_cliff_stays_where_it_is() -> None:
@@ -76,9 +89,9 @@ def test_beyond_the_largest_batch_cost_goes_on_rising() -> None:
 
 def test_drafting_for_some_costs_less_than_for_all() -> None:
     model = table().fit().model
-    all_of = model.draft_seconds(8, requests=8, context_tokens=8000)
-    assert 0 < model.draft_seconds(2, requests=8, context_tokens=8000) < all_of
-    assert model.draft_seconds(0, requests=8, context_tokens=8000) == 0
+    all_of = model.draft_seconds(8, length=7, requests=8, context_tokens=8000)
+    assert 0 < model.draft_seconds(2, length=7, requests=8, context_tokens=8000) < all_of
+    assert model.draft_seconds(0, length=7, requests=8, context_tokens=8000) == 0
 
 
 def test_a_larger_batch_is_never_faster_after_the_fit() -> None:
@@ -139,16 +152,29 @@ def test_another_machines_table_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, "no cost table of format 1"),
+        ({"format_version": 1}, "no cost table of format 2"),
         ({"fingerprint": None}, "no fingerprint"),
         ({"verify": []}, "no verify measurements"),
         ({"draft": None}, "no draft measurements"),
-        ({"draft": [{"requests": 1, "context_length": 5}]}, "milliseconds None"),
-        ({"draft": [{"requests": 0, "context_length": 5, "milliseconds": 1}]}, "requests 0"),
-        ({"draft": [{"requests": 1, "context_length": 5, "milliseconds": 0}]}, "positive and fin"),
-        ({"draft": [{"requests": 1, "context_length": 5, "milliseconds": -1}]}, "positive and fin"),
+        ({"draft": [{"requests": 1, "length": 1, "context_length": 5}]}, "milliseconds None"),
         (
-            {"draft": [{"requests": 1, "context_length": 5, "milliseconds": float("nan")}]},
+            {"draft": [{"requests": 0, "length": 1, "context_length": 5, "milliseconds": 1}]},
+            "requests 0",
+        ),
+        (
+            {"draft": [{"requests": 1, "length": 1, "context_length": 5, "milliseconds": 0}]},
+            "positive and fin",
+        ),
+        (
+            {"draft": [{"requests": 1, "length": 1, "context_length": 5, "milliseconds": -1}]},
+            "positive and fin",
+        ),
+        (
+            {
+                "draft": [
+                    {"requests": 1, "length": 1, "context_length": 5, "milliseconds": float("nan")}
+                ]
+            },
             "milliseconds nan; times must be positive and finite",
         ),
     ],
@@ -174,8 +200,8 @@ def test_sglangs_shape() -> None:
     sizes, rates = shape["sample_batch_tokens"], shape["sample_steps_per_sec"]
     assert sizes == sorted({b for b, _ in SIZES}) and shape["max_batch_tokens"] == 64
     assert rates == sorted(rates, reverse=True)
-    assert 1 / rates[0] == pytest.approx(sum(machine(1, 1, 100)) + drafting(1, 100))
-    assert 1 / rates[-1] == pytest.approx(sum(machine(64, 8, 100)) + drafting(8, 100))
+    assert 1 / rates[0] == pytest.approx(sum(machine(1, 1, 100)) + drafting(1, 7, 100))
+    assert 1 / rates[-1] == pytest.approx(sum(machine(64, 8, 100)) + drafting(8, 7, 100))
 
 
 def test_tensorrt_llms_shape_adds_up_to_the_step() -> None:
@@ -186,7 +212,7 @@ def test_tensorrt_llms_shape_adds_up_to_the_step() -> None:
     by_requests = dict(zip(shape["batch_sizes"], shape["batch_overhead_ms"], strict=True))
     for b, r in SIZES:
         milliseconds = by_tokens[b] + by_requests[r] + shape["fixed_overhead_ms"]
-        assert milliseconds == pytest.approx(1000 * (sum(machine(b, r, 100)) + drafting(r, 100)))
+        assert milliseconds == pytest.approx(1000 * (sum(machine(b, r, 100)) + drafting(r, 7, 100)))
 
 
 def test_an_unknown_shape_is_refused() -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dspark.core.records import RoundRecord, StepRecord
-from dspark.scheduling.by_confidence import Async, Early
+from dspark.scheduling.by_confidence import Async, Early, Marginal
+from dspark.scheduling.cost_model import PartCost
 from dspark.scheduling.gate import Gate
 from dspark.scheduling.policies import RoundView
 from tests.scheduling.models import curve, linear_model
@@ -37,13 +38,18 @@ class Machine:
     def __init__(self, policy, survival) -> None:
         self.policy, self.survival = policy, survival
         self.owed: dict[int, float] = {}
+        self.lengths: list[int] = []
 
     def step(self, requests: tuple[int, ...], step: int) -> np.ndarray:
         wanted = self.policy.wants_draft(view_of(requests, step))
+        drafted = self.policy.draft_length(view_of(requests, step)) if wanted.any() else 0
+        self.lengths.append(drafted)
         survival_RK = np.array([self.survival(r, step) for r in requests]) * wanted[:, None]
+        survival_RK[:, drafted:] = 0.0
         view = replace(
             view_of(requests, step, survival_RK if wanted.any() else None),
-            max_admit_R=np.where(wanted, BLOCK, 0),
+            max_admit_R=np.where(wanted, drafted, 0),
+            draft_length=drafted if wanted.any() else None,
         )
         lengths = self.policy.admit(view)
         rounds = []
@@ -53,7 +59,7 @@ class Machine:
             self.owed[request] = owed - accepted
             rounds.append(
                 RoundRecord(
-                    request=request, round=step, proposed=BLOCK * int(wanted[r]), admitted=length,
+                    request=request, round=step, proposed=drafted * int(wanted[r]), admitted=length,
                     accepted=accepted, emitted=accepted + 1, ended=False,
                 )
             )  # fmt: skip
@@ -154,7 +160,7 @@ def test_a_margin_lies_between_closing_and_opening() -> None:
         item = gate._recent[0]
         item.drafting, item.admitted = drafting, 2.0
         price = gate.throughput.rate(view_of((0,), 0)) * (
-            MODEL.draft_seconds(1, requests=1, context_tokens=50) + 0.2
+            MODEL.draft_seconds(1, length=BLOCK, requests=1, context_tokens=50) + 0.2
         )
         item.gain = price  # just what it costs
         gates.append(bool(gate.open(view_of((0,), 1))[0]))
@@ -208,3 +214,39 @@ def test_a_step_that_only_reads_prompts_decides_nothing() -> None:
     policy.admit(view_of((), 0))
     wanted = Machine(policy, lambda r, t: expected).run((0,), range(1, 100))
     assert wanted.all()
+
+
+# A slot costs a draft half of what a row costs a step; lengths of 1, 2 and 4 were measured.
+BY_SLOT = replace(
+    linear_model(fixed=1.0, row=0.1, draft=0.1, draft_row=0.0),
+    draft=PartCost(curve(0.0, slope=0.05), curve(0.0, 0.1)),
+    lengths=(1, 2, 4),
+)
+SHORT = np.array([0.9, 0.15, 0.02, 0.01])
+
+
+@pytest.mark.parametrize("policy", [Early, Async, Marginal])
+def test_no_more_slots_are_drafted_than_pay(policy) -> None:
+    machine = Machine(policy.gated(BY_SLOT, expected_K=GOOD), lambda r, t: GOOD)
+    machine.run((0, 1), range(60))
+    assert set(machine.lengths) == {4}
+    machine = Machine(policy.gated(BY_SLOT, expected_K=GOOD), lambda r, t: SHORT)
+    assert machine.run((0, 1), range(300))[100:].all()
+    assert machine.lengths[0] == 4
+    assert np.mean(np.array(machine.lengths[200:]) == 1) > 0.9
+
+
+@pytest.mark.parametrize("expected_K", [None, GOOD, SHORT])
+def test_drafts_grow_again_when_texts_become_easy(expected_K) -> None:
+    machine = Machine(
+        Early.gated(BY_SLOT, expected_K=expected_K), lambda r, t: SHORT if t < 300 else GOOD
+    )
+    machine.run((0,), range(900))
+    assert np.mean(np.array(machine.lengths[200:300])) < 1.5
+    assert np.mean(np.array(machine.lengths[800:])) > 3.5
+
+
+def test_a_table_of_one_length_knows_no_other() -> None:
+    machine = Machine(Early.gated(MODEL, expected_K=SHORT), lambda r, t: SHORT)
+    machine.run((0,), range(100))
+    assert set(machine.lengths) <= {0, BLOCK}

@@ -7,6 +7,9 @@ import torch
 
 from dspark.nn.seams import DraftBlock
 
+_NEVER = -100.0
+"""Confidence logit of a slot without a proposal."""
+
 
 def spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
     """The same block with row i at `rows[i]` of `count`; the other rows are never admitted."""
@@ -23,6 +26,28 @@ def spread(block: DraftBlock, rows: np.ndarray, count: int) -> DraftBlock:
         confidence_RK=None if block.confidence_RK is None else at_rows(block.confidence_RK),
         entropy_RK=None if block.entropy_RK is None else at_rows(block.entropy_RK),
         lengths_R=None if block.lengths_R is None else at_rows(block.lengths_R),
+    )
+
+
+def lengthened(block: DraftBlock, slots: int) -> DraftBlock:
+    """The same block with `slots` slots, of which the new ones hold no proposal."""
+    rows, own = block.tokens_RK.shape
+    if own == slots:
+        return block
+
+    def padded(values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        missing = values.new_full((rows, slots - own, *values.shape[2:]), fill)
+        return torch.cat([values, missing], dim=1)
+
+    lengths_R = block.lengths_R
+    return replace(
+        block,
+        tokens_RK=padded(block.tokens_RK),
+        candidates_RKC=padded(block.candidates_RKC),
+        probs_RKC=padded(block.probs_RKC),
+        confidence_RK=None if block.confidence_RK is None else padded(block.confidence_RK, _NEVER),
+        entropy_RK=None if block.entropy_RK is None else padded(block.entropy_RK),
+        lengths_R=torch.full_like(block.tokens_RK[:, 0], own) if lengths_R is None else lengths_R,
     )
 
 

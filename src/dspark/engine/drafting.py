@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from dspark.engine.batch import StepBatch
-from dspark.engine.blocks import spread
+from dspark.engine.blocks import lengthened, spread
 from dspark.engine.constraints import draft_adjust, sound_draft
 from dspark.engine.draft_context import DraftContext
 from dspark.engine.request import RequestState
@@ -19,30 +19,32 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, store: KVStore, device: torch.device) -> None:
         self._drafter = drafter
+        self._shorter = {drafter.block_size: drafter}
         self._store = store
         self._device = device
         self.context = DraftContext(drafter, store) if drafter.tap_layers else None
 
-    def blocks(self, decoding: list[RequestState], wanted: np.ndarray) -> DraftBlock | None:
-        """Blocks of the decoding requests that want one, a row a request; None when none does."""
+    def blocks(self, decoding: list[RequestState], wanted: np.ndarray, length: int) -> DraftBlock:
+        """Blocks of the decoding requests that want one, a row a request, with `length` slots."""
         chosen = np.flatnonzero(wanted)
-        if len(chosen) == 0:
-            return None
+        if length not in self._shorter:
+            self._shorter[length] = self._drafter.shortened(length)
+        drafter, whole = self._shorter[length], self._drafter.block_size
         states = [decoding[r] for r in chosen]
         if self.context is not None:
             self.context.write(states)
         rounds = [state.peek_round() for state in states]
-        block = self._drafter.draft(
+        block = drafter.draft(
             torch.tensor([state.anchor for state in states], device=self._device),
             torch.tensor([state.cached for state in states], device=self._device),
             [state.table for state in states],
             self._store,
             texts=[state.text for state in states],
             sampling=[state.request.params for state in states],
-            noise=StepNoise(rounds, self._drafter.block_size),
+            noise=StepNoise(rounds, drafter.block_size),
             adjust=draft_adjust(states),
         )
-        block = sound_draft(block, states)
+        block = lengthened(sound_draft(block, states), whole)
         return block if len(states) == len(decoding) else spread(block, chosen, len(decoding))
 
     def extend(self, batch: StepBatch, verified: Verified | None, output: TargetOutput) -> None:

@@ -205,7 +205,10 @@ class Engine:
 
         view = self._view(decoding, prefilling)
         wanted = self.policy.wants_draft(view) & (view.max_admit_R > 0)
-        draft = None if self._drafting is None else self._drafting.blocks(decoding, wanted)
+        draft = None
+        if self._drafting is not None and wanted.any():
+            length = self.policy.draft_length(view)
+            draft = self._drafting.blocks(decoding, wanted, length)
         head = draft.head_seconds if draft is not None else 0.0
         seconds["draft"] = -started + (started := clock()) - head
         seconds["draft_head"] = head

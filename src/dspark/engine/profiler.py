@@ -8,10 +8,10 @@ each time, so that a machine that drifts slows all alike; the first visits warm 
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -68,6 +68,11 @@ class Profile:
     capture: tuple[CaptureCell, ...]
 
 
+def draft_lengths(block_size: int) -> list[int]:
+    """Slots of the drafts to measure: short ones, doubled ones, a whole block."""
+    return sorted({length for length in (1, 2, 3, 4, 8, 16, block_size) if length <= block_size})
+
+
 def shapes(config: ProfileConfig, block_size: int) -> list[tuple[int, int, int]]:
     """The (batch tokens, requests, context length) to measure."""
     found = []
@@ -111,20 +116,27 @@ def profile(
     plain = {
         requests: _Group(target, None, requests, first, clock) for requests in config.request_counts
     }
-    seconds: dict[tuple[str, int, int, int], list[StepRecord]] = defaultdict(list)
-    jobs = [("verify", *cell) for cell in cells]
-    jobs += [(kind, r, r, first) for kind in ("plain", "captured") for r in config.request_counts]
+    whole = drafter.block_size
+    jobs = [_Job("verify", *cell, whole) for cell in cells]
+    for requests in config.request_counts:
+        jobs += [
+            _Job("draft", requests, requests, first, length)
+            for length in draft_lengths(whole)
+            if length < whole
+        ]
+        jobs += [_Job(kind, requests, requests, first, 0) for kind in ("plain", "captured")]
+    seconds: dict[_Job, list[StepRecord]] = {job: [] for job in jobs}
     order = random.Random(0)
     for number in range(passes(config)):
         order.shuffle(jobs)
         for job in jobs:
-            kind, tokens, requests, context = job
-            group = plain[requests] if kind == "plain" else groups[requests, context]
-            record = group.step(tokens, drafts=kind == "verify")
+            shape = job.requests, job.context
+            group = plain[job.requests] if job.kind == "plain" else groups[shape]
+            record = group.step(job.tokens, draft_length=job.draft_length)
             if number:
                 seconds[job].append(record)
         advance(1, f"pass {number + 1}")
-    return _medians(seconds, cells, config)
+    return _medians(seconds, config)
 
 
 def passes(config: ProfileConfig) -> int:
@@ -132,42 +144,51 @@ def passes(config: ProfileConfig) -> int:
     return 1 + config.repeats
 
 
-def _medians(
-    seconds: dict[tuple[str, int, int, int], list[StepRecord]],
-    cells: Sequence[tuple[int, int, int]],
-    config: ProfileConfig,
-) -> Profile:
+class _Job(NamedTuple):
+    """A step to measure."""
+
+    kind: Literal["verify", "draft", "plain", "captured"]
+    tokens: int
+    requests: int
+    context: int
+    draft_length: int
+    """0: nobody drafts."""
+
+
+def _medians(seconds: dict[_Job, list[StepRecord]], config: ProfileConfig) -> Profile:
     steps = []
-    drafts: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for tokens, requests, context in cells:
-        records = seconds["verify", tokens, requests, context]
-        steps.append(
-            StepCell(
-                batch_tokens=tokens,
-                requests=requests,
-                context_length=context,
-                forward=median(record.seconds["verify"] for record in records),
-                rest=median(map(_rest, records)),
+    drafts: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    by_kind: dict[str, dict[int, float]] = {"plain": {}, "captured": {}}
+    for job, records in seconds.items():
+        if job.kind == "verify":
+            steps.append(
+                StepCell(
+                    batch_tokens=job.tokens,
+                    requests=job.requests,
+                    context_length=job.context,
+                    forward=median(record.seconds["verify"] for record in records),
+                    rest=median(map(_rest, records)),
+                )
             )
-        )
-        drafts[requests, context] += map(_draft, records)
-    capture = []
-    for requests in config.request_counts:
-        by_kind = {
-            kind: median(
-                sum(record.seconds.values())
-                for record in seconds[kind, requests, requests, config.contexts[0]]
-            )
-            for kind in ("plain", "captured")
-        }
-        capture.append(CaptureCell(requests=requests, **by_kind))
+        if job.draft_length:
+            drafts[job.requests, job.draft_length, job.context] += map(_draft, records)
+        else:
+            whole = median(sum(record.seconds.values()) for record in records)
+            by_kind[job.kind][job.requests] = whole
     return Profile(
         steps=tuple(steps),
         drafts=tuple(
-            DraftCell(requests=requests, context_length=context, seconds=median(own))
-            for (requests, context), own in drafts.items()
+            DraftCell(requests=requests, length=length, context_length=context, seconds=median(own))
+            for (requests, length, context), own in drafts.items()
         ),
-        capture=tuple(capture),
+        capture=tuple(
+            CaptureCell(
+                requests=requests,
+                plain=by_kind["plain"][requests],
+                captured=by_kind["captured"][requests],
+            )
+            for requests in config.request_counts
+        ),
     )
 
 
@@ -218,11 +239,12 @@ class _Group:
                 return
         raise AssertionError("a prompt was not read")
 
-    def step(self, tokens: int, *, drafts: bool) -> StepRecord:
-        """One step of `tokens` rows; the engine's record of it."""
+    def step(self, tokens: int, *, draft_length: int) -> StepRecord:
+        """One step of `tokens` rows, with drafts of so many slots; the engine's record of it."""
         requests = len(self._engine.running)
         share, extra = divmod(tokens - requests, requests)
-        self._script.lengths = [share + (r < extra) for r in range(requests)] if drafts else None
+        self._script.lengths = [share + (r < extra) for r in range(requests)]
+        self._script.draft = draft_length
         self._engine.step()
         self._rewind()
         [record] = self._engine.records
@@ -246,16 +268,20 @@ class _Script:
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
 
     def __init__(self) -> None:
-        self.lengths: list[int] | None = None
-        """Of every request; None: nobody drafts."""
+        self.lengths: list[int] = []
+        """Of every request; empty: nothing is verified."""
+        self.draft = 0
+        """Slots to draft; 0: nobody drafts."""
 
     def wants_draft(self, view: RoundView) -> BoolArray:
-        return np.full(len(view.requests), self.lengths is not None)
+        return np.full(len(view.requests), self.draft > 0)
+
+    def draft_length(self, view: RoundView) -> int:
+        return self.draft
 
     def admit(self, view: RoundView) -> IntArray:
-        if self.lengths is None:
-            return np.zeros(len(view.requests), dtype=np.int64)
-        return np.array(self.lengths, dtype=np.int64)
+        nothing = np.zeros(len(view.requests), dtype=np.int64)
+        return np.array(self.lengths, dtype=np.int64) if self.lengths else nothing
 
     def observe(self, record: StepRecord) -> None:
         """Keeps no state."""

@@ -29,8 +29,11 @@ def round_view(
     room = np.array([state.room(block_size) for state in decoding], dtype=np.int64)
     if drafted is not None:
         room = np.where(drafted, room, 0)
+    length = None
     if draft is not None and draft.lengths_R is not None:
-        room = np.minimum(room, draft.lengths_R.cpu().numpy())
+        lengths = draft.lengths_R.cpu().numpy()
+        room = np.minimum(room, lengths)
+        length = int(lengths.max())
     confidence = survival = None
     if draft is not None and draft.confidence_RK is not None:
         logits_RK = draft.confidence_RK.double().cpu().numpy()
@@ -47,6 +50,7 @@ def round_view(
         block_size=block_size,
         prefill_tokens=prefill_tokens,
         max_admit_R=room,
+        draft_length=length,
         context_R=np.array([state.cached for state in decoding], dtype=np.int64),
         confidence_RK=confidence,
         survival_RK=survival,

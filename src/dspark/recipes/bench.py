@@ -191,8 +191,11 @@ def _modelled(runs: list[LoadResult], plain: list[LoadResult], cost: CostModel) 
 def _modelled_seconds(step: StepRecord, cost: CostModel) -> float:
     requests, context = len(step.rounds), len(step.rounds) * _TYPICAL_CONTEXT
     drafting = sum(round_.proposed > 0 for round_ in step.rounds)
+    length = max(round_.proposed for round_ in step.rounds)
     own = cost.step_seconds(step.batch_tokens, requests=requests, context_tokens=context)
-    return float(own) + cost.draft_seconds(drafting, requests=requests, context_tokens=context)
+    return float(own) + cost.draft_seconds(
+        drafting, length=length, requests=requests, context_tokens=context
+    )
 
 
 def _short(jobs: Sequence[Job]) -> list[Job]:

@@ -46,13 +46,18 @@ class ProfileResult:
         """The context length that all shapes were measured at."""
         return min(cell.context_length for cell in self.table.steps)
 
-    def whole_blocks(self) -> list["WholeBlock"]:
-        """Measured steps in which every request verifies its whole block."""
-        drafts = {
+    @property
+    def _drafts(self) -> dict[int, float]:
+        """Seconds of whole blocks at that context, by requests."""
+        return {
             cell.requests: cell.seconds
             for cell in self.table.drafts
-            if cell.context_length == self._context
+            if cell.context_length == self._context and cell.length == self.block_size
         }
+
+    def whole_blocks(self) -> list["WholeBlock"]:
+        """Measured steps in which every request verifies its whole block."""
+        drafts = self._drafts
         return [
             WholeBlock(
                 cell.requests, cell.batch_tokens, drafts[cell.requests], cell.forward + cell.rest
@@ -64,11 +69,7 @@ class ProfileResult:
 
     def measured_sps(self) -> list[Point]:
         """Whole steps, draft included, at the shortest context."""
-        drafts = {
-            cell.requests: cell.seconds
-            for cell in self.table.drafts
-            if cell.context_length == self._context
-        }
+        drafts = self._drafts
         return [
             (c.requests, c.batch_tokens, 1 / (c.forward + c.rest + drafts[c.requests]))
             for c in self.table.steps
@@ -80,8 +81,9 @@ class ProfileResult:
         points: list[Point] = []
         for requests in sorted({cell.requests for cell in self.table.steps}):
             sps = self.fit.model.round_sps(
-                requests=requests, drafting=requests, context_tokens=requests * self._context
-            )
+                requests=requests, drafting=requests, length=self.block_size,
+                context_tokens=requests * self._context,
+            )  # fmt: skip
             sizes = np.arange(requests, requests * (1 + self.block_size) + 1)
             points += [
                 (requests, *pair) for pair in zip(sizes.tolist(), sps(sizes).tolist(), strict=True)

@@ -40,8 +40,8 @@ _HULLS_KEPT = 4096
 class RoundCost(Protocol):
     """What a policy asks of a cost model, whole or partial."""
 
-    def round_sps(self, *, requests: int, drafting: int, context_tokens: float) -> Sps:
-        """SPS(B) of a round of these requests, `drafting` of which have a draft."""
+    def round_sps(self, *, requests: int, drafting: int, length: int, context_tokens: float) -> Sps:
+        """SPS(B) of a round of these requests, `drafting` of which have a draft of `length`."""
         ...
 
 
@@ -85,6 +85,9 @@ class ByConfidence(ABC):
     def wants_draft(self, view: RoundView) -> BoolArray:
         return view.max_admit_R > 0 if self.gate is None else self.gate.open(view)
 
+    def draft_length(self, view: RoundView) -> int:
+        return view.block_size if self.gate is None else self.gate.draft_length(view)
+
     def admit(self, view: RoundView) -> IntArray:
         self._view = view
         lengths = self._admit(view)
@@ -105,6 +108,7 @@ class ByConfidence(ABC):
         return self.cost.round_sps(
             requests=len(view.requests),
             drafting=int((view.max_admit_R > 0).sum()),
+            length=view.draft_length or view.block_size,
             context_tokens=float(view.context_R.sum()),
         )
 

@@ -2,11 +2,12 @@
 
     forward(B, R, C) = tokens(B) + requests(R) + per_context * C + per_pair * B * C / R
     rest(B, R)       = tokens(B) + requests(R)          sampling, bookkeeping, context capture
-    draft(n, C)      = requests(n) + per_context * C * n / R
+    draft(n, L, C)   = tokens(n * L) + requests(n) + per_context * C * n / R
 
-of B tokens, R requests, n of which draft, and C cached tokens of all of them together. Keys and
-values are read once a request (C) and meet every query (B * C / R, where all contexts are alike);
-the engines' cost tables leave both out. Nothing of a plain step overlaps, so its parts add up.
+of B tokens, R requests, n of which draft L slots, and C cached tokens of all of them together. Keys
+and values are read once a request (C) and meet every query (B * C / R, where all contexts are
+alike); the engines' cost tables leave both out. Nothing of a plain step overlaps, so its parts add
+up.
 """
 
 from collections.abc import Callable
@@ -75,7 +76,10 @@ class CostModel:
     rest: PartCost
     """What else a step without a draft takes."""
     draft: PartCost
-    """`tokens` is zero here, and `requests` counts those that draft."""
+    """`tokens` counts slots here, and `requests` those that draft. One length only: by `requests`
+    alone."""
+    lengths: tuple[int, ...] = ()
+    """Of drafts that were measured, ascending; a gate chooses among them."""
     _whole: PartCost = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,16 +96,20 @@ class CostModel:
         """Seconds of a query that meets one more cached token."""
         return self._whole.per_pair
 
-    def draft_seconds(self, drafting: int, *, requests: int, context_tokens: float) -> float:
-        """Seconds of the draft block of `drafting` of `requests`; 0 for none."""
+    def draft_seconds(
+        self, drafting: int, *, length: int, requests: int, context_tokens: float
+    ) -> float:
+        """Seconds of drafting `length` slots for `drafting` of `requests`; 0 for none."""
         if drafting == 0:
             return 0.0
         share = context_tokens * drafting / max(requests, 1)
-        return float(self.draft.seconds(0, drafting, share))
+        return float(self.draft.seconds(drafting * length, drafting, share))
 
-    def round_sps(self, *, requests: int, drafting: int, context_tokens: float) -> Sps:
+    def round_sps(self, *, requests: int, drafting: int, length: int, context_tokens: float) -> Sps:
         """SPS(B) of a round with these requests, the whole step counted, draft included."""
-        draft = self.draft_seconds(drafting, requests=requests, context_tokens=context_tokens)
+        draft = self.draft_seconds(
+            drafting, length=length, requests=requests, context_tokens=context_tokens
+        )
 
         def sps(batch_tokens: npt.ArrayLike) -> NumberArray:
             seconds = self.step_seconds(
@@ -119,7 +127,7 @@ class ForwardCost:
 
     model: CostModel
 
-    def round_sps(self, *, requests: int, drafting: int, context_tokens: float) -> Sps:
+    def round_sps(self, *, requests: int, drafting: int, length: int, context_tokens: float) -> Sps:
         def sps(batch_tokens: npt.ArrayLike) -> NumberArray:
             rates: FloatArray = 1.0 / self.model.forward.seconds(
                 batch_tokens, requests, context_tokens
@@ -135,5 +143,5 @@ class CurveCost:
 
     curve: SpsCurve
 
-    def round_sps(self, *, requests: int, drafting: int, context_tokens: float) -> Sps:
+    def round_sps(self, *, requests: int, drafting: int, length: int, context_tokens: float) -> Sps:
         return self.curve

@@ -25,6 +25,7 @@ def export_table(table: CostTable, form: str) -> dict[str, Any]:
     sizes = sorted({cell.batch_tokens for cell in table.steps})
     counts = sorted({cell.requests for cell in table.steps})
     context = min(cell.context_length for cell in table.steps)
+    length = max(cell.length for cell in table.drafts)  # they draft whole blocks
     if form == "sglang":
         # One number a batch size: of the fewest requests that can make it up with whole blocks.
         most = max(cell.batch_tokens / cell.requests for cell in table.steps)
@@ -32,8 +33,9 @@ def export_table(table: CostTable, form: str) -> dict[str, Any]:
         for size in sizes:
             requests = max(1, int(np.ceil(size / most)))
             sps = model.round_sps(
-                requests=requests, drafting=requests, context_tokens=requests * context
-            )
+                requests=requests, drafting=requests, length=length,
+                context_tokens=requests * context,
+            )  # fmt: skip
             rates.append(float(sps(size)))
         return {
             "sample_batch_tokens": sizes,
@@ -44,7 +46,7 @@ def export_table(table: CostTable, form: str) -> dict[str, Any]:
     tokens = tokens + model.forward.per_pair * context * np.array(sizes)
     step = [
         float(model.step_seconds(0, requests=count, context_tokens=count * context))
-        + model.draft_seconds(count, requests=count, context_tokens=count * context)
+        + model.draft_seconds(count, length=length, requests=count, context_tokens=count * context)
         - float(model.forward.tokens(0) + model.rest.tokens(0))
         for count in counts
     ]

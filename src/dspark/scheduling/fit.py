@@ -5,7 +5,7 @@ isotonic regression then takes out what only noise can explain: a larger batch t
 least squares weigh every cell by its own size, so that small steps count as much as large ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,8 @@ class DraftCell:
     """The median of one shape of draft: all of `requests` draft."""
 
     requests: int
+    length: int
+    """Slots drafted for each."""
     context_length: int
     seconds: float
     """Backbone and sequential head."""
@@ -65,18 +67,21 @@ def fit_cost(steps: Sequence[StepCell], drafts: Sequence[DraftCell]) -> Fit:
     if not drafts:
         raise ConfigError("the profile has no draft; profile again with a drafter")
     forward_seconds = np.array([cell.forward for cell in steps])
-    forward = _fit_part(tokens, requests, context, forward_seconds, by_context=True)
+    forward = _fit_part(tokens, requests, context, forward_seconds, by_context=2)
     rest_seconds = np.array([cell.rest for cell in steps])
-    rest = _fit_part(tokens, requests, context, rest_seconds, by_context=False)
+    rest = _fit_part(tokens, requests, context, rest_seconds, by_context=0)
     drafting = np.array([cell.requests for cell in drafts])
+    lengths = np.array([cell.length for cell in drafts])
+    measured = tuple(np.unique(lengths).tolist())
     draft = _fit_part(
-        np.zeros_like(drafting),
+        drafting * lengths if len(measured) > 1 else np.zeros_like(drafting),
         drafting,
         np.array([cell.context_length for cell in drafts], dtype=np.float64),
         np.array([cell.seconds for cell in drafts]),
-        by_context=True,
+        by_context=1,
+        between=_lines,
     )
-    model = CostModel(forward, rest, draft)
+    model = CostModel(forward, rest, draft, measured)
     errors = [
         abs(float(model.step_seconds(b, requests=r, context_tokens=r * c)) / (f + e) - 1)
         for b, r, c, f, e in zip(
@@ -106,9 +111,13 @@ def _fit_part(
     context: FloatArray,
     seconds: FloatArray,
     *,
-    by_context: bool,
+    by_context: int,
+    between: Callable[[IntArray, FloatArray], Curve] | None = None,
 ) -> PartCost:
-    """Free values by tokens and requests (the fewest requests cost 0), slopes by context."""
+    """Free values by tokens and requests (the fewest requests cost 0), slopes by context.
+
+    by_context: 1, a slope by cached tokens; 2, one by pairs of a query and a cached token, too.
+    between: the curve through values by tokens; `_steps` by default."""
     token_sizes, token_of = np.unique(tokens, return_inverse=True)
     request_sizes, request_of = np.unique(requests, return_inverse=True)
     grouped = len(token_sizes) > 1
@@ -123,7 +132,7 @@ def _fit_part(
             "measure every request count with several batch sizes"
         )
     slopes = np.stack([requests * context, tokens * context], axis=1)
-    slopes = slopes[:, : (2 if grouped else 1)] if by_context else slopes[:, :0]
+    slopes = slopes[:, : min(by_context, 2 if grouped else 1)]
     if len(np.unique(context)) < 2:
         slopes = slopes[:, :0]
     weights = 1.0 / seconds
@@ -144,7 +153,7 @@ def _fit_part(
         by_request = np.concatenate(([0.0], by_request))
     by_request = isotonic(by_request, _mass(request_of, weights, len(request_sizes)))
     return PartCost(
-        tokens=_steps(token_sizes, by_token) if grouped else _ZERO,
+        tokens=(between or _steps)(token_sizes, by_token) if grouped else _ZERO,
         requests=_lines(request_sizes, np.maximum(by_request, 0.0)),
         per_context=coefficients.get(0, 0.0),
         per_pair=coefficients.get(1, 0.0),

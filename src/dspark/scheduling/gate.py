@@ -7,6 +7,11 @@ how much of predicted survival came true lately. What it costs depends on the ba
 a draft block's cost does not depend on how many draft, so the batch decides together: the best
 requests first, as many as pay for the block between them.
 
+How many slots they draft is decided as well, where a table has the cost of several lengths: as many
+as pay, by what each slot has brought lately above the price of verifying it. A slot that is not
+drafted is not forgotten; what is known of it drifts towards what the slots before it suggest, so
+that it is tried again when they get better.
+
 Drafting requests must lose, and the others win, by a margin before they change over (hysteresis).
 A request that does not draft is tried again now and then, as often as a small share of the step's
 time allows. Features of its text go on into the drafter's context, in batches (law 7).
@@ -36,6 +41,9 @@ _WEIGHT, _PROBE_WEIGHT, _TRUST_WEIGHT = 0.15, 0.4, 0.02
 survival that came true."""
 _DRAFTS_IN_MEAN = 50
 """Of all requests: about so many weigh in what is expected of a new one."""
+_NEXT_SLOT, _DRIFT = 0.7, 0.005
+"""What a slot that is not drafted might bring, in shares of the slot before it: as good texts have
+it. And how fast what is known of it drifts there, a draft."""
 
 
 @dataclass(slots=True)
@@ -67,6 +75,14 @@ class Gate:
         self._trust = 1.0
         self._credit = 0.0
         self._expected: dict[int, float] = {}
+        self._net_K: FloatArray | None = None
+        """Survival of each slot above its price, mean of a draft; None before the first."""
+        self._price = 0.0
+        """What a verified row must bring in this round, in tokens."""
+        self._length: int | None = None
+        """Of the last draft, or what the next one is expected to have; None: a whole block."""
+        self._known = 0
+        """Slots of the draft before."""
 
     def open(self, view: RoundView) -> BoolArray:
         """Which requests [R] to draft for."""
@@ -91,11 +107,27 @@ class Gate:
 
         price = self._row_seconds(view, admitted_R[may_draft])
         worth = self.throughput.rate(view)
-        net_R = np.where(may_draft, margin_R * gain_R - worth * price * admitted_R, -np.inf)
+        self._price = worth * price
+        net_R = np.where(may_draft, margin_R * gain_R - self._price * admitted_R, -np.inf)
         chosen = self._best(view, net_R, worth)
         for item, stays in zip(recent, chosen.tolist(), strict=True):
             item.drafting = stays
         return chosen | self._probes(view, may_draft & ~chosen, chosen, price * admitted_R)
+
+    def draft_length(self, view: RoundView) -> int:
+        """How many slots to draft: of the lengths whose cost is known, the one that pays best."""
+        lengths = [k for k in self._cost.lengths if k < view.block_size] + [view.block_size]
+        if self._net_K is not None:
+            drafting = sum(item.drafting for item in self._recent.values()) or len(view.requests)
+            worth = self.throughput.rate(view)
+            brought_K = drafting * self._trust * np.cumsum(self._net_K)
+            nets = [
+                float(brought_K[length - 1])
+                - worth * float(self._draft_seconds(view, np.array([drafting]), length)[0])
+                for length in lengths
+            ]
+            self._length = lengths[int(np.argmax(nets))]
+        return self._length or view.block_size
 
     def drafted(self, view: RoundView, lengths_R: IntArray) -> None:
         """Told what was admitted of the drafts there are."""
@@ -103,6 +135,7 @@ class Gate:
         if view.survival_RK is None:
             return
         assert self._mean is not None, "drafts are asked for first"
+        self._update_slots(view.survival_RK[view.max_admit_R > 0], view.draft_length)
         for r in np.flatnonzero(view.max_admit_R > 0).tolist():
             request, length = view.requests[r], int(lengths_R[r])
             gain = float(view.survival_RK[r, :length].sum())
@@ -135,12 +168,31 @@ class Gate:
             return _Recent(_FIRST_GAIN, _FIRST_ADMITTED)
         gain_K = np.cumsum(self._expected_K)
         worth = self.throughput.rate(view)
-        nets = [
-            gain - worth * length * self._row_seconds(view, np.full(len(view.requests), length))
-            for length, gain in enumerate(gain_K.tolist(), start=1)
-        ]
-        best = int(np.argmax(nets))
+        price_K = worth * np.array(
+            [
+                self._row_seconds(view, np.full(len(view.requests), length))
+                for length in range(1, len(gain_K) + 1)
+            ]
+        )
+        best = int(np.argmax(gain_K - price_K * np.arange(1, len(gain_K) + 1)))
+        self._net_K = np.maximum(self._expected_K - price_K[best], 0.0)
+        self.draft_length(view)
         return _Recent(float(gain_K[best]), best + 1.0)
+
+    def _update_slots(self, survival_DK: FloatArray, length: int | None) -> None:
+        """Told the survival of the drafts [D] of a round, of which `length` slots were drafted."""
+        K = survival_DK.shape[1]
+        length = length or K
+        net_K = np.maximum(survival_DK - self._price, 0.0).mean(axis=0)
+        if self._net_K is None:
+            self._net_K = net_K
+        mean_K = self._net_K
+        # Of a slot that was not drafted last time, there is little else to go by.
+        weight_K = np.where(np.arange(K) < self._known, 1 / self._drafts, _PROBE_WEIGHT)
+        self._known = length
+        mean_K[:length] += (weight_K * (net_K - mean_K))[:length]
+        beyond_K = mean_K[length - 1] * _NEXT_SLOT ** np.arange(1, K - length + 1)
+        mean_K[length:] += _DRIFT * (beyond_K - mean_K[length:])
 
     def _best(self, view: RoundView, net_R: FloatArray, worth: float) -> BoolArray:
         """The requests whose nets add up to most above what their draft block costs."""
@@ -182,11 +234,17 @@ class Gate:
         )
         return float(many - few) / rows
 
-    def _draft_seconds(self, view: RoundView, counts: IntArray) -> FloatArray:
+    def _draft_seconds(
+        self, view: RoundView, counts: IntArray, length: int | None = None
+    ) -> FloatArray:
+        """Of drafts for so many requests, by default of the length expected."""
         requests, context = len(view.requests), float(view.context_R.sum())
+        length = length or self._length or view.block_size
         return np.array(
             [
-                self._cost.draft_seconds(count, requests=requests, context_tokens=context)
+                self._cost.draft_seconds(
+                    count, length=length, requests=requests, context_tokens=context
+                )
                 for count in counts.tolist()
             ]
         )

@@ -2,7 +2,8 @@
 
 A policy decides who gets a draft in a round, and how much of it is verified.
 
-The engine asks a policy twice a round: `wants_draft` before anything is drafted, `admit` after.
+The engine asks a policy before anything is drafted (`wants_draft`, `draft_length`) and after
+(`admit`).
 Everything a policy may know is in the `RoundView`; nothing in it is a draft token. A policy lists
 the verification rules under which it is lossless; `check_rule` refuses a request under any other.
 """
@@ -39,6 +40,8 @@ class RoundView:
     """Tokens that each request has in the cache."""
     confidence_RK: FloatArray | None = None
     """Conditional confidence, uncalibrated; None before drafting and without a confidence head."""
+    draft_length: int | None = None
+    """Slots of the round's draft; None: a whole block, or not drafted yet."""
     survival_RK: FloatArray | None = None
     """Survival of the calibrated confidence; None before drafting and without a confidence head.
     Rows of requests without a draft hold zeros."""
@@ -79,6 +82,11 @@ class Policy(Protocol):
         """Which requests [R] to draft for. Called before drafting: survival is None."""
         ...
 
+    def draft_length(self, view: RoundView) -> int:
+        """How many slots to draft for those requests, 1 .. block_size. Called after `wants_draft`,
+        of the same view, where anybody wants one."""
+        ...
+
     def admit(self, view: RoundView) -> IntArray:
         """Draft tokens to verify [R], between 0 and `max_admit_R`, always a prefix of the block.
 
@@ -107,6 +115,9 @@ class Off:
 
     def wants_draft(self, view: RoundView) -> BoolArray:
         return np.zeros(len(view.requests), dtype=np.bool_)
+
+    def draft_length(self, view: RoundView) -> int:
+        return view.block_size
 
     def admit(self, view: RoundView) -> IntArray:
         return np.zeros(len(view.requests), dtype=np.int64)
@@ -137,6 +148,9 @@ class FixedLength:
     def wants_draft(self, view: RoundView) -> BoolArray:
         return view.max_admit_R > 0
 
+    def draft_length(self, view: RoundView) -> int:
+        return view.block_size
+
     def admit(self, view: RoundView) -> IntArray:
         return np.minimum(self.length, view.max_admit_R)
 
@@ -166,6 +180,9 @@ class Threshold:
 
     def wants_draft(self, view: RoundView) -> BoolArray:
         return view.max_admit_R > 0
+
+    def draft_length(self, view: RoundView) -> int:
+        return view.block_size
 
     def admit(self, view: RoundView) -> IntArray:
         if view.confidence_RK is None:

@@ -43,10 +43,18 @@ class Probing:
     def wants_draft(self, view: RoundView) -> BoolArray:
         return self.policy.wants_draft(view)
 
+    def draft_length(self, view: RoundView) -> int:
+        length = self.policy.draft_length(view)
+        return view.block_size if self._probed(view).any() else length
+
     def admit(self, view: RoundView) -> IntArray:
         lengths = self.policy.admit(view)
+        probed: IntArray = np.where(self._probed(view), view.max_admit_R, lengths)
+        return probed
+
+    def _probed(self, view: RoundView) -> BoolArray:
         keys = np.array(view.requests, dtype=np.int64) + np.array(view.rounds, dtype=np.int64)
-        probed: IntArray = np.where(keys % self.every == 0, view.max_admit_R, lengths)
+        probed: BoolArray = keys % self.every == 0
         return probed
 
     def observe(self, record: StepRecord) -> None:

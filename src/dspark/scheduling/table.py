@@ -14,7 +14,7 @@ from dspark.scheduling.fit import DraftCell, Fit, StepCell, fit_cost
 Fingerprint = dict[str, str]
 """What the numbers depend on: processor, threads, weights, target, drafter, versions."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class CostTable:
             "draft": [
                 {
                     "requests": cell.requests,
+                    "length": cell.length,
                     "context_length": cell.context_length,
                     "milliseconds": 1000 * cell.seconds,
                 }
@@ -77,6 +78,7 @@ class CostTable:
             tuple(
                 DraftCell(
                     requests=_count(row, "requests", where),
+                    length=_count(row, "length", where),
                     context_length=_count(row, "context_length", where),
                     seconds=_seconds(row, "milliseconds", where),
                 )

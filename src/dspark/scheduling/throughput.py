@@ -38,9 +38,12 @@ class Throughput:
             return
         requests, context = len(view.requests), float(view.context_R.sum())
         drafting = sum(item.proposed > 0 for item in record.rounds)
+        length = max(item.proposed for item in record.rounds)
         seconds = float(
             self.cost.step_seconds(record.batch_tokens, requests=requests, context_tokens=context)
-        ) + self.cost.draft_seconds(drafting, requests=requests, context_tokens=context)
+        ) + self.cost.draft_seconds(
+            drafting, length=length, requests=requests, context_tokens=context
+        )
         emitted = sum(item.emitted for item in record.rounds)
         speedup = emitted / requests * self._plain_seconds(view) / seconds
         self.speedup += _WEIGHT * (speedup - self.speedup)
