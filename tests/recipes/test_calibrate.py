@@ -20,7 +20,12 @@ from dspark.data.prompts import read_prompts
 from dspark.recipes.calibrate import calibrate, check_files
 from dspark.recipes.calibrate_result import draw, export_file
 from dspark.recipes.calibrate_rounds import split_halves
-from dspark.recipes.calibration import candidate_set, expected_survival, read_calibration
+from dspark.recipes.calibration import (
+    candidate_set,
+    expected_survival,
+    read_calibration,
+    serving_calibration,
+)
 from dspark.recipes.llm import LLM
 from dspark.recipes.round_file import RoundFile
 from dspark.scheduling.probing import Probing
@@ -172,6 +177,25 @@ def test_without_a_calibration_the_start_says_so(folder, tmp_path):
     llm = LLM(str(folder / "target"), draft=bundle, weights="fp32", progress=Saying())
     assert isinstance(llm.calibration, Uncalibrated)
     assert any("calibration: none in this bundle" in line for line in lines)
+
+
+def test_a_calibration_of_the_format_before_serves_without_entropy_and_the_start_says_so(
+    folder, result, tmp_path
+):
+    copy = Path(shutil.copytree(folder / "draft", tmp_path / "copy"))
+    document = json.loads((copy / "calibration.json").read_text())
+    document["format_version"] = 2
+    for condition in document["conditions"]:
+        del condition["entropy_weights"]
+    (copy / "calibration.json").write_text(json.dumps(document))
+    lines = []
+    calibration = serving_calibration(read_bundle(copy), lines.append)
+    scaling = calibration.snapshot().scalings[result.condition]
+    assert scaling.entropy_weights.tolist() == [0.0] * BLOCK
+    assert "256 candidates of 264 tokens (fitted without the draft's entropy" in lines[0]
+    new = []
+    serving_calibration(read_bundle(folder / "draft"), new.append)
+    assert "without" not in new[0]
 
 
 def test_a_calibration_of_other_weights_is_refused_at_load_and_replaced_by_a_new_one(
