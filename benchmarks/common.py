@@ -96,7 +96,7 @@ def rate(timings: Iterable[Timing]) -> float:
 
 def engine_contender(llm: LLM, sampling: SamplingParams, policy: str) -> Contender:
     """Our engine, one request at a time, with the job's prompt and seed and this sampling."""
-    chosen = llm.resolve_policy(policy)
+    chosen = llm.policies.resolve(policy)
 
     def run(job: Job) -> Timing:
         result = closed_loop(llm, [job.with_sampling(sampling)], chosen, concurrency=1)

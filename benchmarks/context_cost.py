@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     most = llm.loaded.target.max_context - args.max_new_tokens
     # The longest may be the target's whole context: what is written has to fit, too.
     lengths = sorted({min(length, most) for length in args.length or LENGTHS})
-    policies = {"plain": "off", "dspark": args.policy or llm.default_policy}
+    policies = {"plain": "off", "dspark": args.policy or llm.policies.default}
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
     generator = np.random.default_rng(args.seed)
     results: dict[int, dict[str, list[LoadResult]]] = {n: defaultdict(list) for n in lengths}
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 tokens = generator.integers(0, llm.loaded.target.vocab_size, length).tolist()
                 job = Job("random", length, number, tuple(tokens), sampling)
                 for name in names:
-                    policy = llm.resolve_policy(policies[name])
+                    policy = llm.policies.resolve(policies[name])
                     results[length][name].append(closed_loop(llm, [job], policy, concurrency=1))
                     advance(1, f"{name} at {length}")
     print(f"{llm.loaded.name}, {llm.loaded.weights} weights, drafter {llm.draft_name}")

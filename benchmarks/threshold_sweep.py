@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     thresholds = args.threshold or THRESHOLDS
     with progress.task("texts", total=len(thresholds) * len(jobs)) as advance:
         for threshold in thresholds:
-            policy = llm.resolve_policy(f"threshold:{threshold:g}")
+            policy = llm.policies.resolve(f"threshold:{threshold:g}")
             result = closed_loop(
                 llm, jobs, policy, concurrency=llm.max_requests,
                 on_finished=lambda job, at=threshold: advance(1, f"{job.domain} at {at:g}"),

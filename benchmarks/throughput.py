@@ -41,7 +41,7 @@ Contender = Callable[[Sequence[Job], int], float]
 
 
 def ours(llm: LLM, name: str) -> Contender:
-    policy = llm.resolve_policy(name)
+    policy = llm.policies.resolve(name)
 
     def run(jobs: Sequence[Job], concurrency: int) -> float:
         return closed_loop(llm, jobs, policy, concurrency=concurrency).tokens_per_second
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for j in jobs
     ]
     context = max(len(job.prompt) for job in jobs) + args.max_new_tokens + 8
-    policies = args.policy or ([] if llm.drafter is None else [llm.default_policy])
+    policies = args.policy or ([] if llm.drafter is None else [llm.policies.default])
     ensure_costs(llm, policies, progress)
     with ExitStack() as running:
         contenders = {name: ours(llm, name) for name in ["off", *policies]}

@@ -44,7 +44,13 @@ BAD = [
     *(
         (command, option)
         for command in ("data synthesize --output x.jsonl", "data regenerate --prompts .")
-        for option in ("--seed -1", f"--seed {2**63}", "--temperature -1", "--max-new-tokens 0")
+        for option in (
+            "--seed -1",
+            f"--seed {2**63}",
+            "--temperature -1",
+            "--max-new-tokens 0",
+            "--device tpu",
+        )
     ),
 ]
 
@@ -97,7 +103,7 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(
         ("--draft=", "draft is an empty name"),
     ],
 )
-@pytest.mark.parametrize("command", ["generate hello", "chat", "serve --port 0"])
+@pytest.mark.parametrize("command", ["generate hello", "chat", "serve --port 0", "eval", "bench"])
 def test_what_this_drafter_cannot_do_is_told_before_the_target_is_loaded(
     command: str,
     options: str,
@@ -120,6 +126,9 @@ def test_what_this_drafter_cannot_do_is_told_before_the_target_is_loaded(
         ("--draft lookup", "there is no drafter to calibrate; give a bundle with --draft"),
         ("--target nowhere", "there is no drafter to calibrate; give a bundle with --draft"),
         ("--draft=", "draft is an empty name"),
+        ("--plot curves.txt", "must end in .png"),
+        ("--plot .", "must end in .png"),
+        ("--format sglang --output .", "cannot write .: give a file in a folder that exists"),
     ],
 )
 def test_what_cannot_be_calibrated_is_told_before_the_target_is_loaded(
@@ -132,7 +141,7 @@ def test_what_cannot_be_calibrated_is_told_before_the_target_is_loaded(
     assert message in captured.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", ["serve --port 0", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["serve --port 0", "doctor", "bench", "profile"])
 def test_many_requests_are_refused_where_they_would_do_nothing(
     command: str,
     nothing_is_loaded: None,
@@ -147,7 +156,9 @@ def test_many_requests_are_refused_where_they_would_do_nothing(
     assert "many_requests is for q4 and int8 weights; these are bf16; leave it" in captured.err
 
 
-@pytest.mark.parametrize("command", ["generate hello", "chat", "serve --port 0", "eval", "bench"])
+@pytest.mark.parametrize(
+    "command", ["generate hello", "chat", "serve --port 0", "eval", "bench", "profile"]
+)
 def test_cuda_graphs_are_refused_on_a_cpu(
     command: str,
     nothing_is_loaded: None,

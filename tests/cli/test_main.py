@@ -156,11 +156,11 @@ def test_help_needs_no_torch() -> None:
     assert done.stdout.splitlines()[-1] == "done"
 
 
-def test_sampling_options_keep_their_places() -> None:
-    given = sampling_params(0.5, 5, 0.9, 0.1, 3, "coupled", seed=7)
-    assert given == SamplingParams(
-        temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, max_new_tokens=3, verification="coupled",
-        seed=7,
-    )  # fmt: skip
+def test_sampling_options_go_by_name() -> None:
+    plain = {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 3}
+    given = sampling_params(**plain, verification="coupled", seed=7)
+    assert given == SamplingParams(**plain, verification="coupled", seed=7)
+    with pytest.raises(TypeError):  # top_p and min_p are two floats that one could swap
+        sampling_params(0.5, 5, 0.9, 0.1, 3, "coupled")  # type: ignore[misc]
     with pytest.raises(ConfigError, match="did you mean 'coupled'"):
-        sampling_params(0.5, 5, 0.9, 0.1, 3, "cuopled")
+        sampling_params(**plain, verification="cuopled")

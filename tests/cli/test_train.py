@@ -2,11 +2,16 @@
 
 import json
 import shutil
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from dspark.checkpoints.native import read_config
 from dspark.cli.main import COMMANDS, build_app, run
+from dspark.cli.train import train
+from dspark.core.errors import ConfigError
+from dspark.recipes.draft_shape import DraftShape
 from tests.recipes.tiny import write_prompts, write_target
 
 
@@ -48,6 +53,12 @@ def test_prompts_to_bundle_to_text(tmp_path: Path, capsys: pytest.CaptureFixture
     args = ["--target", target, "--draft", str(tmp_path / "bundle"), "--weights", "fp32"]
     assert dspark("generate", "Hi", *args, "--max-new-tokens", "8", "--compare", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["identical"] is True
+
+
+def test_candidates_are_as_many_as_python_takes() -> None:
+    assert signature(train).parameters["candidates"].default == DraftShape().candidates
+    with pytest.raises(ConfigError, match="candidates is -1; it must be at least 0"):
+        DraftShape(candidates=-1)
 
 
 def test_too_few_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +153,8 @@ def test_given_answers(
         "train", "--target", str(talker_folder), "--weights", "fp32", "--prompts", str(prompts),
         "--output", str(tmp_path / "bundle"), "--run", str(tmp_path / "run"), "--steps", "1",
         "--layers", "1", "--block-size", "3", "--markov-rank", "4", "--taps", "1",
-        "--given-answers", "--evaluation-prompts", "0", "--features", "int8", "--tensorboard",
+        "--given-answers", "--evaluation-prompts", "0", "--tensorboard", "--candidates", "0",
+        "--features", "int8",
     ]  # fmt: skip
     assert dspark(*command) == 0
     err = capsys.readouterr().err
@@ -151,7 +163,8 @@ def test_given_answers(
     assert not (tmp_path / "run" / "responses.jsonl").exists()
     assert "written by others (off-policy)" in (tmp_path / "bundle" / "README.md").read_text()
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    assert read_config(tmp_path / "bundle")[1].candidates == 0
     assert dspark("train", "--target", str(talker_folder), "--given-answers") == 2
     assert "--prompts" in capsys.readouterr().err
-    assert dspark(*command[:-2], "int") == 2
+    assert dspark(*command[:-1], "int") == 2
     assert "did you mean 'int8'" in capsys.readouterr().err

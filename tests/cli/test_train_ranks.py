@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,15 +36,14 @@ def test_torchrun_trains_the_same_drafter(
 ) -> None:
     write_target(tmp_path / "target")
     write_prompts(tmp_path / "math.jsonl", [f"What is {i} plus {i}?" for i in range(40)])
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = str(bound.getsockname()[1])
     # Without "--" torchrun takes our --run for a misspelt --run-path of its own.
     process = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             "-m", "--", "tests.cli.rank_runs",
             *arguments(tmp_path, "taught", "--teacher-ranks", "1"),
-            "--then", "2", port, *arguments(tmp_path, "shared", "--parallel", "fsdp"),
+            "--then", "2", *arguments(tmp_path, "shared", "--parallel", "fsdp"),
+            "--then", "2", *arguments(tmp_path, "copied"),
         ],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -55,17 +53,17 @@ def test_torchrun_trains_the_same_drafter(
         run(build_app(COMMANDS), arguments(tmp_path, "alone"))
     assert exit_.value.code == 0
     documents = [*process.stdout.splitlines(), *capsys.readouterr().out.splitlines()]
-    assert len(documents) == 3  # each of its first rank
-    for name, line in zip(("taught", "shared", "alone"), documents, strict=True):
+    assert len(documents) == 4  # each of its first rank
+    for name, line in zip(("taught", "shared", "copied", "alone"), documents, strict=True):
         assert json.loads(line)["steps"] == 4
         assert (tmp_path / name / "bundle" / "model.safetensors").exists()
-    for name in ("taught", "shared"):
+    for name in ("taught", "shared", "copied"):
         one, other = losses(tmp_path, "alone"), losses(tmp_path, name)
         np.testing.assert_allclose(other[0], one[0], rtol=0, atol=2e-3)
         assert other[-1]["accepted_length"] == pytest.approx(one[-1]["accepted_length"], abs=2e-3)
     said = process.stderr
     assert said.count("starting ...") == 1
-    assert "2 ranks train (DDP), 1 run the target" in said
+    assert "1 rank trains, 1 run the target" in said
     assert "and 96 a sampled position, where logits would be 528" in said
     assert not (tmp_path / "taught" / "features").exists()
-    assert "2 ranks train (FSDP2)" in said
+    assert "2 ranks train (FSDP2)" in said and "2 ranks train (DDP)" in said

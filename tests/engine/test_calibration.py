@@ -6,7 +6,7 @@ from dspark.calibration.serving import FixedCalibration, Snapshot
 from dspark.core.sampling import SamplingParams
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
-from dspark.scheduling.policies import FixedLength
+from dspark.scheduling.policies import FixedLength, Off, Threshold
 from dspark.scheduling.survival import survival_probabilities
 from tests.engine.setup import BLOCK, PROMPTS, collect, drafter, target
 
@@ -24,6 +24,8 @@ SAMPLING = [SamplingParams(max_new_tokens=9), SamplingParams(temperature=0.0, ma
 
 class Watching(FixedLength):
     """Keeps what it was shown after drafting."""
+
+    reads_survival = True
 
     def __init__(self):
         super().__init__(BLOCK)
@@ -51,8 +53,8 @@ class Counting:
         self.seen.append((record, dict(sampling)))
 
 
-def run(calibration):
-    policy = Watching()
+def run(calibration, policy=None):
+    policy = policy or Watching()
     engine = Engine(target(), drafter("untrained"), policy, EngineConfig(), calibration=calibration)
     ids = [engine.add(prompt, own) for prompt, own in zip(PROMPTS[2:4], SAMPLING, strict=True)]
     collect(engine, ids)
@@ -84,6 +86,16 @@ def test_one_snapshot_a_step_is_taken_and_recorded():
     engine, _ = run(calibration)
     assert calibration.taken == len(engine.records)
     assert [step.calibration for step in engine.records] == list(range(1, calibration.taken + 1))
+
+
+def test_what_stands_in_for_a_condition_is_said_only_where_a_policy_reads_it():
+    lines = []
+    greedy = [*SCALINGS][1]
+    for policy in (Off(), FixedLength(BLOCK), Threshold(0.5), Watching()):
+        calibration = FixedCalibration({greedy: SCALINGS[greedy]}, PROPOSALS, say=lines.append)
+        assert not lines, policy
+        run(calibration, policy)
+    assert len(lines) == 1 and "none for rejection, temperature 1" in lines[0]
 
 
 def test_it_is_told_of_requests_and_of_every_step():

@@ -166,14 +166,15 @@ def test_log_probabilities_that_fail(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("chunk", [5, 512], ids=["in its first chunk", "in its last"])
 @pytest.mark.parametrize("new", [0, 14])
-def test_a_prompt_that_cannot_be_scored(new, monkeypatch):
+def test_a_prompt_that_cannot_be_scored(new, chunk, monkeypatch):
     def broken(state, logits):
         raise MemoryError("no room for them")
 
     monkeypatch.setattr(commit, "score_prompt", broken)
     params = SamplingParams(prompt_logprobs=1, max_new_tokens=new)
-    check(engine_of(chunk_tokens=5), "no room for them", {WRONG: params}, tokens=0)
+    check(engine_of(chunk_tokens=chunk), "no room for them", {WRONG: params}, tokens=0)
 
 
 def test_a_step_that_fails_half_way_loses_no_last_event(monkeypatch):

@@ -19,8 +19,9 @@ from dspark.training.trainer import Trainer
 from tests.engine.setup import BLOCK, PROMPTS, UNTRAINED, binding, run, served, target, untrained
 
 PROMPT = PROMPTS[3]
-PARAMS = SamplingParams(temperature=0.0, max_new_tokens=32, ignore_eos=True)
-STEPS = 200
+LENGTH = 16
+PARAMS = SamplingParams(temperature=0.0, max_new_tokens=LENGTH, ignore_eos=True)
+STEPS = 80
 
 
 @cache
@@ -44,7 +45,7 @@ def test_one_text_by_heart(name, tmp_path):
     # Cross-entropy on the tokens is what learns a text by heart soonest: a text of a target with
     # random weights is far from certain, and other losses settle the last ties slowly.
     train = TrainConfig(
-        objective=CROSS_ENTROPY, anchors_per_step=32, anchors_per_sequence=32, steps=STEPS,
+        objective=CROSS_ENTROPY, anchors_per_step=LENGTH, anchors_per_sequence=LENGTH, steps=STEPS,
         learning_rate=1e-2, compute_dtype="float32", start="noise", validate_every=1000,
     )  # fmt: skip
     sequence = TrainingSequence(ids, supervised)
@@ -54,5 +55,5 @@ def test_one_text_by_heart(name, tmp_path):
     result = run([PROMPT], PARAMS, (served(network.eval()), block))
     assert (*PROMPT, *result.tokens[0]) == text()
     whole = [record for record in result.rounds[0] if record.admitted == block and not record.ended]
-    assert len(whole) >= 31 // (block + 1) - 1
+    assert len(whole) >= (LENGTH - 1) // (block + 1) - 1
     assert {record.emitted for record in whole} == {block + 1}

@@ -137,9 +137,19 @@ def test_preemption_loses_none(policy, cache_on):
 def test_few_pages():
     params = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True, prompt_logprobs=3)
     engine = engine_of(("untrained", BLOCK), page_size=4, cache_tokens=29 * 4, chunk_tokens=16)
-    found, _ = scores(engine, PROMPTS, params)
+    found, events = scores(engine, PROMPTS, params)
     assert engine.stats().preemptions > 1
     assert found == [alone(tuple(prompt)) for prompt in PROMPTS]
+    # Who gave way while it wrote reads its prompt once more, and nothing of that is scored.
+    ends = [event.finished for event in events if event.finished is not None]
+    assert ends == ["length"] * len(PROMPTS)
+    tokens = {event.request: [] for event in events}
+    for event in events:
+        tokens[event.request] += event.tokens
+    assert [
+        own[: len(plain)]
+        for own, plain in zip([tokens[i] for i in sorted(tokens)], plain_greedy(), strict=True)
+    ] == plain_greedy()
 
 
 def test_scored_rows_of_a_step_are_bounded(monkeypatch):

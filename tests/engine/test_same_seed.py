@@ -1,6 +1,7 @@
 """Law 5 in the engine: a `coupled` request's tokens depend on its prompt and seed alone."""
 
 import random
+from functools import cache
 
 import pytest
 from torch import nn
@@ -13,8 +14,8 @@ from dspark.nn.four_bit import GROUP
 from dspark.nn.linear import check_kind
 from dspark.scheduling.policies import Off
 from dspark.targets.tiny import tiny_model
-from tests.engine.setup import BLOCK, MODEL, PROMPTS, collect, engine_of, run
-from tests.targets.ragged import packed_target
+from tests.engine.setup import BLOCK, MODEL, PROMPTS, VOCAB, collect, engine_of, run
+from tests.targets.ragged import packed_target, random_text
 
 SAMPLING = [
     {"temperature": 1.0},
@@ -106,22 +107,33 @@ def test_a_drawn_seed_repeats_a_run():
     assert fresh[0] != fresh[1], "two drawn seeds of 63 bits were equal"
 
 
-@pytest.mark.parametrize("kind", ["q4", "int8", "bf16"])
-def test_with_a_kernel_for_prompts_and_one_for_tokens(kind):
-    """q4 and int8 have two kernels: a row's own kind chooses, whoever decodes or prefills beside
-    it."""
+@cache
+def packed_as(kind):
+    """A target of these weights; a reason to skip where they do not run, or not exactly."""
     try:
         check_kind(kind)
     except ConfigError:
-        pytest.skip(f"{kind} does not run on this machine")
-    model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}
-    tiny = tiny_model("llama", **model)
+        return f"{kind} does not run on this machine"
+    tiny = tiny_model("llama", **{**MODEL, "hidden_size": 64, "intermediate_size": 128})
     if kind == "q4":
         snap_to_grid(tiny)
     packed = packed_target(tiny, kind)
     if not packed.row_exact:
-        pytest.skip(f"{kind} is not exact on this machine")
+        return f"{kind} is not exact on this machine"
     assert packed.fast is not None and packed.fast.layers[0].qkv.kind == kind
+    return packed
+
+
+@pytest.fixture
+def packed(kind):
+    found = packed_as(kind)
+    return pytest.skip(found) if isinstance(found, str) else found
+
+
+@pytest.mark.parametrize("kind", ["q4", "int8", "bf16"])
+def test_with_a_kernel_for_prompts_and_one_for_tokens(packed):
+    """q4 and int8 have two kernels: a row's own kind chooses, whoever decodes or prefills beside
+    it."""
 
     def tokens(prompts, params, **config):
         engine = Engine(packed, None, Off(), EngineConfig(page_size=4, **config))
@@ -131,6 +143,38 @@ def test_with_a_kernel_for_prompts_and_one_for_tokens(kind):
     alone = [tokens([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
     assert tokens(PROMPTS, PARAMS) == alone
     assert tokens(PROMPTS, PARAMS, chunk_tokens=3, max_requests=3) == alone
+
+
+@pytest.mark.parametrize("kind", ["q4", "int8"])
+def test_a_prompts_last_token_is_the_prompts_also_where_it_comes_alone(packed):
+    """Behind a full chunk, a prefix hit or a preemption it looks like a token that is decoded. Bit
+    for bit: the other kernel's rounding may leave the same tokens."""
+    prompt, params = (
+        random_text(33, VOCAB, seed=3),
+        SamplingParams(seed=7, max_new_tokens=3, ignore_eos=True, logprobs=3),
+    )
+
+    def engine(**config):
+        return Engine(packed, None, Off(), EngineConfig(page_size=4, **config))
+
+    def told(engine):
+        engine.add(prompt, params)
+        return [own for event in engine.run() for own in event.logprobs]
+
+    whole = told(engine())
+    assert len(whole) == 3
+    assert told(engine(chunk_tokens=32)) == whole
+    warm = engine()
+    assert [told(warm), told(warm)] == [whole, whole]
+    assert warm.stats().prefix_hit_tokens == 32
+    lost = engine(chunk_tokens=32)
+    lost.add(prompt, params)
+    lost.step()
+    (state,) = lost.running
+    assert state.cached == 32 and not state.output
+    lost.places.preempt(state)
+    assert [own for event in lost.run() for own in event.logprobs] == whole
+    assert lost.stats().preemptions == 1
 
 
 def snap_to_grid(model):

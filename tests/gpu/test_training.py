@@ -37,8 +37,8 @@ def assert_same_way(kind, trainer, expected):
 @every_device
 @every_kind
 def test_five_steps_are_those_of_the_cpu(device, kind, tmp_path):
-    expected = trainer_of(kind, tmp_path / "cpu", on("cpu"))
-    trainer = trainer_of(kind, tmp_path / "device", on(device))
+    expected = trainer_of(kind, tmp_path / "cpu", on("cpu"), steps=5)
+    trainer = trainer_of(kind, tmp_path / "device", on(device), steps=5)
     for _ in range(5):
         for run in (expected, trainer):
             run.window = {}

@@ -211,10 +211,20 @@ KINDS = [
 """Prompts and parameters of a mixed batch: both rules, greedy ones, and texts of one token."""
 
 
+def samples_of(kind, samples):
+    """Few where the seed defines the text, which two more tests compare: they are company."""
+    return samples if is_drawn(kind) else min(samples, 12)
+
+
+def is_drawn(kind):
+    _, params = KINDS[kind]
+    return params.rule == "rejection" and params.temperature > 0
+
+
 def generate(policy, samples, *, seed=0, max_requests=24, drafter=None):
     """Texts per kind, with their seeds and choices, of one shuffled queue through one engine."""
     shuffled = random.Random(seed)
-    jobs = [kind for kind in range(len(KINDS)) for _ in range(samples)]
+    jobs = [kind for kind in range(len(KINDS)) for _ in range(samples_of(kind, samples))]
     shuffled.shuffle(jobs)
     engine = Engine(
         ToyTarget(),
@@ -285,9 +295,9 @@ def p_value(observed, law, samples):
 
 
 def test_texts_follow_the_targets_law():
-    """About 60 kinds of request. The seed is fixed, so this passes for good or fails for good; for
-    correct code another seed would fail with odds of 1 : 15,000."""
-    samples = 150
+    """About 30 kinds of request. The seed is fixed, so this passes for good or fails for good; for
+    correct code another seed would fail with odds of 1 : 30,000."""
+    samples = 100
     outputs, engine = generate(FixedLength(BLOCK), samples)
     check_law(outputs, samples)
     # Draft tokens were accepted and rejected, and texts ended inside a block.
@@ -301,8 +311,9 @@ def check_law(outputs, samples):
     for kind, (prompt, params) in enumerate(KINDS):
         law = text_law(prompt, params)
         observed = Counter(text for text, _, _ in outputs[kind])
-        if len(law) > 1:
+        if is_drawn(kind):
+            assert len(law) > 1
             p_values.append(p_value(observed, law, samples))
         else:
-            assert set(observed) == set(law)
+            assert set(observed) <= set(law)
     assert min(p_values) > 1e-6

@@ -1,5 +1,7 @@
 """Law 1 under `rejection`: two requests jointly, prefill and up to three rounds, exactly."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -43,15 +45,24 @@ def same_step_global(state, drafts):
 def lagged(lag):
     """Top-K with a capacity from the survival of earlier rounds, the state of the scheduler."""
 
+    @cache  # functions of their arguments, which come back behind many a history
+    def capacity(block, state, requests, most):
+        memory = LaggedSurvival([0.9] * block, lag=lag)
+        for before, survival_RK in state or ():
+            memory.record(before, survival_RK)
+        return lagged_capacity(memory.before(requests), SPS, max_admit_R=np.array(most))
+
+    @cache
+    def lengths(survival_RK, tokens, most):
+        return top_k_admission(np.array(survival_RK), tokens, max_admit_R=np.array(most)).tolist()
+
     def admit(state, drafts):
-        memory = LaggedSurvival([0.9] * drafts[0].toy.block, lag=lag)
-        for requests, survival_RK in state or ():
-            memory.record(requests, survival_RK)
         requests = tuple(draft.request for draft in drafts)
-        capacity = lagged_capacity(memory.before(requests), SPS, max_admit_R=limits(drafts))
-        lengths = top_k_admission(survival(drafts), capacity, max_admit_R=limits(drafts))
-        this_round = (requests, tuple(draft.survival for draft in drafts))
-        return lengths.tolist(), ((*(state or ()), this_round)[-lag:])
+        most = tuple(draft.max_admit for draft in drafts)
+        survival_RK = tuple(draft.survival for draft in drafts)
+        tokens = capacity(drafts[0].toy.block, state, requests, most)
+        this_round = (requests, survival_RK)
+        return lengths(survival_RK, tokens, most), ((*(state or ()), this_round)[-lag:])
 
     return admit
 

@@ -163,7 +163,11 @@ def test_conditions_lie_side_by_side_and_the_nearest_serves(llm, prompts, folder
     assert expected == result.entry.mean_survival
     assert served_with.offsets == pytest.approx([*result.entry.offsets], abs=1e-4)
     assert any(line.startswith("calibration: rejection, temperature 1") for line in lines)
-    served.start([[5, 6]], SamplingParams(temperature=0.9, max_new_tokens=2))
+    other = SamplingParams(temperature=0.9, max_new_tokens=2)
+    for policy in ("off", None):
+        served.start([[5, 6]], other, policy=policy)
+    assert not any("using the nearest" in line for line in lines), "neither reads a confidence"
+    served.calibration.expect(other)
     assert "using the nearest: rejection, temperature 1" in lines[-1]
 
 

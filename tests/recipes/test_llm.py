@@ -262,7 +262,7 @@ def test_a_draft_length(target_folder, bundle_folder, plain):
         output.token_ids for output in greedy
     ]
     with pytest.raises(ConfigError, match="more than the drafter's block of 2"):
-        short.resolve_policy("fixed:3")
+        short.policies.resolve("fixed:3")
     with pytest.raises(ConfigError, match="draft_length is 0; it must be at least 1"):
         LLM(str(target_folder), draft=bundle_folder, draft_length=0)
     with pytest.raises(ConfigError, match="draft_length is for a drafter"):
@@ -279,7 +279,7 @@ def test_a_fixed_length_drafts_no_more(llm, plain, monkeypatch):
         return draft(self, *args, **options)
 
     monkeypatch.setattr(type(llm.drafter), "draft", watched)
-    monkeypatch.setattr(llm, "policy", llm.resolve_policy("fixed:2"))
+    monkeypatch.setattr(llm, "policy", llm.policies.resolve("fixed:2"))
     for output, other in zip(
         llm.generate(PROMPTS, GREEDY), plain.generate(PROMPTS, GREEDY), strict=True
     ):

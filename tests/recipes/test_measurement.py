@@ -56,7 +56,7 @@ def jobs(llm: LLM, prompts: list[Prompt]) -> list[Job]:
 def test_load_changes_the_schedule_and_no_token(
     llm: LLM, jobs: list[Job], concurrency: int
 ) -> None:
-    policy = llm.resolve_policy(None)
+    policy = llm.policies.resolve(None)
     finished: list[Job] = []
     result = closed_loop(llm, jobs, policy, concurrency=concurrency, on_finished=finished.append)
     expected = llm.start([job.prompt for job in jobs], [job.params for job in jobs])
@@ -73,7 +73,7 @@ def test_times_by_a_clock_that_counts_its_readings(llm: LLM, jobs: list[Job]) ->
     """Start 0, request sent 1, then one reading a step of one token."""
     clock = itertools.count().__next__
     (job,) = [replace(jobs[0], params=replace(COUPLED, max_new_tokens=5, ignore_eos=True, seed=1))]
-    result = closed_loop(llm, [job], llm.resolve_policy("off"), concurrency=1, clock=clock)
+    result = closed_loop(llm, [job], llm.policies.resolve("off"), concurrency=1, clock=clock)
     assert result.tokens == 5
     assert result.ttft == (1,)
     assert result.tpot == (1.0,)
@@ -90,15 +90,15 @@ def test_plain_decoding_takes_no_tiles(llm: LLM, jobs: list[Job], monkeypatch) -
         return forward(batch, *args, **kwargs)
 
     monkeypatch.setattr(llm.loaded.target, "forward", spy)
-    closed_loop(llm, jobs[:1], llm.resolve_policy("off"), concurrency=1)
+    closed_loop(llm, jobs[:1], llm.policies.resolve("off"), concurrency=1)
     assert set(seen) == {False}
     seen.clear()
-    closed_loop(llm, jobs[:1], llm.resolve_policy("fixed:2"), concurrency=1)
+    closed_loop(llm, jobs[:1], llm.policies.resolve("fixed:2"), concurrency=1)
     assert set(seen) == {True}
 
 
 def test_records_say_what_the_sequential_head_takes(llm: LLM, jobs: list[Job]) -> None:
-    result = closed_loop(llm, jobs[:2], llm.resolve_policy(None), concurrency=2)
+    result = closed_loop(llm, jobs[:2], llm.policies.resolve(None), concurrency=2)
     for step in result.records:
         drafted = any(record.proposed for record in step.rounds)
         assert (step.seconds["draft_head"] > 0) == drafted
@@ -140,7 +140,7 @@ def test_a_drafter_that_agrees_is_accepted_whole(
     llm: LLM, prompts: list[Prompt], monkeypatch
 ) -> None:
     """Greedy drafts replaced by the text that the target is known to write."""
-    policy = llm.resolve_policy("off")
+    policy = llm.policies.resolve("off")
     jobs = make_jobs(llm, prompts[:1], replace(GREEDY, ignore_eos=True))
     (text,) = closed_loop(llm, jobs, policy, concurrency=1, row_exact=True).texts
     start = len(jobs[0].prompt)

@@ -17,6 +17,7 @@ from dspark.recipes import profile as profile_module
 from dspark.recipes.bench import bench
 from dspark.recipes.cost_tables import find_table, table_path, why_none
 from dspark.recipes.llm import LLM
+from dspark.recipes.policies import Policies
 from dspark.recipes.profile import ProfileConfig, ProfileResult, check_file, draw, export, profile
 from tests.recipes.tiny import BLOCK, write_all
 
@@ -50,10 +51,10 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ProfileR
 
 def keep(measured: ProfileResult, llm: LLM) -> Path:
     """The measured table where this test's cache has it."""
-    path = table_path(llm.fingerprint)
+    path = table_path(llm.policies.fingerprint)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(measured.table.to_json()))
-    llm.forget_costs()
+    llm.policies.forget_costs()
     return path
 
 
@@ -89,10 +90,10 @@ def test_a_profile_measures_every_shape_and_is_found_again(
     json.dumps(document, allow_nan=False)
 
     llm = load(folder, policy="off")
-    assert find_table(llm.fingerprint) is None
+    assert find_table(llm.policies.fingerprint) is None
     keep(measured, llm)
-    found = find_table(llm.fingerprint)
-    assert found is not None and llm.cost_model() is not None
+    found = find_table(llm.policies.fingerprint)
+    assert found is not None and llm.policies.cost_model() is not None
     assert [c.forward for c in found.steps] == pytest.approx(
         [c.forward for c in measured.table.steps]
     )
@@ -116,7 +117,7 @@ def test_every_policy_runs_with_a_table(folder: Path, measured: ProfileResult) -
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=12, ignore_eos=True)
     plain = [out.token_ids for out in llm.chat(["one", "two"], params, policy="off")]
     for policy in [*NEEDY, "threshold:0.5", "early:forward", "async:forward"]:
-        assert llm.resolve_policy(policy).name == policy
+        assert llm.policies.resolve(policy).name == policy
         outputs = llm.chat(["one", "two"], params, policy=policy)
         assert [out.token_ids for out in outputs] == plain, policy
 
@@ -139,19 +140,59 @@ def test_a_table_of_other_circumstances_is_told_apart(
     document = {**measured.table.to_json(), "fingerprint": stale}
     # Under its own name it is not found, and the line says how it differs.
     path.rename(path.with_name("other.json")).write_text(json.dumps(document))
-    assert "measured elsewhere: versions dspark 0.0.1, here dspark" in why_none(llm.fingerprint)
+    assert "measured elsewhere: versions dspark 0.0.1, here dspark" in why_none(
+        llm.policies.fingerprint
+    )
     with caplog.at_level(logging.WARNING):
-        assert llm.resolve_policy("async").name == "fixed:2"
+        assert llm.policies.resolve("async").name == "fixed:2"
     assert "versions dspark 0.0.1" in caplog.text
     # Copied over the right name it is refused.
     path.write_text(json.dumps(document))
-    llm.forget_costs()
+    llm.policies.forget_costs()
     with pytest.raises(DataError, match="measured elsewhere"):
-        llm.resolve_policy("async")
+        llm.policies.resolve("async")
     path.write_text("{}")
     with pytest.raises(DataError, match="no cost table"):
         load(folder, policy="async")
     load(folder, policy="fixed:1")  # needs none
+
+
+def test_a_table_measured_in_another_way_does_not_serve(
+    folder: Path, measured: ProfileResult
+) -> None:
+    llm = load(folder, policy="off")
+    keep(measured, llm)
+    bundle = read_bundle(folder / "draft")
+
+    def policies(**ways: bool) -> Policies:
+        return Policies(
+            llm.loaded, llm.drafter, bundle, draft_length=None, calibrated=False, probes=False,
+            say=print, **{"graphs": False, "many_requests": False, **ways},
+        )  # fmt: skip
+
+    assert policies().cost_model() is not None
+    for way, words in (("graphs", "in CUDA graphs"), ("many_requests", "for many requests")):
+        other = policies(**{way: True})
+        assert other.cost_model() is None and other.resolve("async").name == "fixed:2"
+        assert words in str(other.fingerprint)
+    assert "weights fp32, here fp32, for many" in why_none(policies(many_requests=True).fingerprint)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_many_requests_are_profiled_as_they_will_be_served(folder: Path, exact: bool) -> None:
+    llm = load(folder, policy="off")
+    llm.many_requests = exact
+    seen = set()
+    forward = llm.loaded.target.forward
+
+    def watched(batch, *args, **options):
+        seen.add(batch.exact)
+        return forward(batch, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.loaded.target, "forward", watched)
+        profile(llm, ProfileConfig(max_requests=1, contexts=(20,), repeats=1))
+    assert exact in seen and (exact or True not in seen)
 
 
 def test_a_bundles_own_policy_may_be_one_of_these(
@@ -168,8 +209,8 @@ def test_a_bundles_own_policy_may_be_one_of_these(
     )
     llm = LLM(str(folder / "target"), draft=tmp_path / "draft", weights="fp32")
     assert llm.policy.name == "fixed:2"
-    document = {**measured.table.to_json(), "fingerprint": llm.fingerprint}
-    path = table_path(llm.fingerprint)
+    document = {**measured.table.to_json(), "fingerprint": llm.policies.fingerprint}
+    path = table_path(llm.policies.fingerprint)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(document))
     other = LLM(str(folder / "target"), draft=tmp_path / "draft", weights="fp32")

@@ -1,12 +1,9 @@
 """Keys, limits, clients that leave, deadlines, shutdown, logs."""
 
-import contextlib
 import json
 import logging
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,6 +17,7 @@ from dspark.server.config import ServerConfig
 from dspark.server.errors import ApiError
 from dspark.server.limits import KeyLimits
 from dspark.server.logs import JsonLines
+from tests.forked import dspark
 from tests.server.conftest import wait_until
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -236,22 +234,17 @@ def test_bad_settings():
             ServerConfig(**{field: value})
 
 
-@contextlib.contextmanager
-def start_process(folder, port="0"):
+def start_process(folder, errors, port="0"):
     """A server in a process of its own, which does not outlive the test."""
-    command = [
-        sys.executable, "-c", "from dspark.cli.main import main; main()", "serve", "--port", port,
-        "--target", str(folder[0]), "--draft", str(folder[1]), "--weights", "fp32",
-    ]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return dspark(
+        ["serve", "--port", port, "--target", str(folder[0]), "--draft", str(folder[1]),
+         "--weights", "fp32"],
+        errors,
+    )  # fmt: skip
 
 
 def wait_for_url(process):
-    for line in process.stderr:
+    for line in process.lines():
         if "/v1" in line:
             url = line.split(" at ")[1].split("/v1")[0]
             wait_until_ready(process, url)
@@ -263,7 +256,7 @@ def wait_until_ready(process, url):
     """It says its address before it listens there."""
 
     def ready():
-        assert process.poll() is None, "it did not start"
+        assert process.returncode is None, "it did not start"
         try:
             return httpx2.get(f"{url}/ready").status_code == 200
         except httpx2.TransportError:
@@ -272,15 +265,14 @@ def wait_until_ready(process, url):
     wait_until(ready, seconds=300)
 
 
-def test_a_process_and_ctrl_c(target_folder, bundle_folder):
+def test_a_process_and_ctrl_c(target_folder, bundle_folder, tmp_path):
     """SIGTERM ends the one that `test_killed_and_started_again` starts."""
-    with start_process((target_folder, bundle_folder)) as process:
+    with start_process((target_folder, bundle_folder), tmp_path / "errors") as process:
         url = wait_for_url(process)
         assert httpx2.get(f"{url}/health").status_code == 200
         process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-    assert process.returncode == 130, rest
-    assert "Traceback" not in rest
+        assert process.wait() == 130, process.errors
+    assert "Traceback" not in process.errors
 
 
 def test_a_full_queue_refuses_at_once(make_server, gate):

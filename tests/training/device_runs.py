@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[Any, Objective]] = {
     "eagle3": (tiny_chain_config("eagle3"), EAGLE3),
     "mtp": (tiny_chain_config("mtp"), CROSS_ENTROPY),
 }
+STEPS = 3
 SEQUENCES = tiny_sequences(12)
 HELD_OUT = tiny_sequences(3, seed=9)
 
@@ -62,13 +63,13 @@ def features_of(config: Any) -> OnlineFeatures:
 
 
 def trainer_of(kind: str, folder: Path, move: Move, **options: Any) -> Trainer:
-    """A run of five steps. Its weights are large, so that one wrong number shows."""
+    """A run of a few steps. Its weights are large, so that one wrong number shows."""
     config, objective = KINDS[kind]
     softcap = None if kind in ("gated", "dflash") else 20.0
     model, binding = move(tiny_model(config), tiny_binding(config, logit_softcap=softcap))
     values: dict[str, Any] = {
-        "steps": 5, "anchors_per_step": 10, "anchors_per_sequence": 4, "learning_rate": 1e-2,
-        "log_every": 2, "validate_every": 3, "compute_dtype": "float32", "objective": objective,
+        "steps": STEPS, "anchors_per_step": 10, "anchors_per_sequence": 4, "learning_rate": 1e-2,
+        "log_every": 1, "validate_every": 2, "compute_dtype": "float32", "objective": objective,
         **options,
     }  # fmt: skip
     return Trainer(

@@ -97,7 +97,8 @@ def train_alone(folder: Path, features: Any, **options: Any) -> tuple[list[float
 
 def one_rank(rank: int, runs: list[Run], ports: list[int], folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    # The stores are the test's own, as they are torchrun's where it starts the ranks.
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
     for run, port in zip(runs, ports, strict=True):
         if rank < run.world:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(run.world), MASTER_PORT=str(port))

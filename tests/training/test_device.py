@@ -24,7 +24,7 @@ from dspark.training.state import load_state
 from dspark.training.teacher import Teacher
 from dspark.training.trainer import Trainer
 from dspark.training.vocab_head import VocabHead
-from tests.training.device_runs import KINDS, SEQUENCES, features_of, on, trainer_of
+from tests.training.device_runs import KINDS, SEQUENCES, STEPS, features_of, on, trainer_of
 from tests.training.second_device import (
     THERE,
     SecondDevice,
@@ -105,7 +105,7 @@ def test_a_run_there_is_the_run_here(kind: str, tmp_path: Path, second_device: N
         for moments in trainer.optimizer.state.values():
             assert all(isinstance(tensor, There) for tensor in moments.values())
     assert_close(weights(trainer), weights(expected))
-    assert got.steps == 5 and got.validation.keys() == result.validation.keys()
+    assert got.steps == STEPS and got.validation.keys() == result.validation.keys()
     for name, value in result.validation.items():
         assert got.validation[name] == pytest.approx(value, abs=2e-5)
 

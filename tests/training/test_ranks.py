@@ -2,14 +2,14 @@
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
+from torch.distributed import TCPStore
+from torch.multiprocessing import start_processes
 
 from dspark.core.errors import ConfigError
 from dspark.data.packing import pack, share_of
@@ -17,6 +17,7 @@ from dspark.training.ranks import ALONE, Ranks, join, own_device
 from dspark.training.schedule import validation_rounds
 from dspark.training.state import load_state
 from dspark.training.teacher import Traffic
+from tests.forked import FORKED
 from tests.training.rank_process import (
     HELD_OUT,
     SEQUENCES,
@@ -58,11 +59,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for _ in range(2):
         half.training_step()
     half.save()
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in RUNS]
-    ports = [bound.getsockname()[1] for bound in sockets]
-    for bound in sockets:
-        bound.close()
-    multiprocessing.spawn(one_rank, (RUNS, ports, folder), nprocs=3)
+    # Where the ranks of each run meet: held here, on ports that the system chooses.
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in RUNS]
+    ports = [store.port for store in stores]
+    start_processes(one_rank, (RUNS, ports, folder), nprocs=3, start_method=FORKED)
     return folder
 
 

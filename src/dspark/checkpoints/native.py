@@ -88,14 +88,7 @@ def write_bundle(
 def read_bundle(folder: Path) -> Bundle:
     """Reads a native or DeepSpec folder; a one-line CheckpointError for anything wrong with it."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"draft bundle {folder}: no such folder")
-    keys = _read_config(folder)
-    try:
-        config = from_deepspec(keys)
-        info = BundleInfo.from_json(keys["dspark"]) if "dspark" in keys else None
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    config, info = read_config(folder)
     tensors = _read_tensors(folder / WEIGHTS)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     refuse(folder / WEIGHTS, lint_shapes(config, shapes) + lint_values(tensors))
@@ -103,7 +96,19 @@ def read_bundle(folder: Path) -> Bundle:
     return Bundle(folder, config, info, tensors, copies, _read_draft_tokens(folder, config, info))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> tuple[DraftConfig, BundleInfo | None]:
+    """What `read_bundle` says of the drafter, without its weights."""
+    if not folder.is_dir():
+        raise CheckpointError(f"draft bundle {folder}: no such folder")
+    keys = _read_keys(folder)
+    try:
+        config = from_deepspec(keys)
+        return config, BundleInfo.from_json(keys["dspark"]) if "dspark" in keys else None
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+
+
+def _read_keys(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))

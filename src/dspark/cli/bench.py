@@ -58,18 +58,18 @@ def bench(
 ) -> None:
     """Measure throughput and latency of policies, side by side."""
     from dspark.recipes.bench import bench as run
+    from dspark.recipes.bundles import check_policies
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import policy_value, rule_value
+    from dspark.recipes.values import rule_value
 
     sampling = SamplingParams(
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         verification=rule_value(verification),
     )
-    for name in policy or ():
-        policy_value(name)
+    check_policies(policy or [], target, draft, draft_length)
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(

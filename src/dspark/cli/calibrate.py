@@ -65,7 +65,9 @@ def calibrate(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw the reliability diagram (.png, .svg).", show_default=False
+            metavar="FILE",
+            help="Draw the reliability diagram (png, svg or pdf).",
+            show_default=False,
         ),
     ] = None,
     max_requests: options.TextsAtOnce = 32,
@@ -81,12 +83,24 @@ def calibrate(
     from dspark.recipes.calibrate import calibrate as run_calibration
     from dspark.recipes.calibrate_result import draw, export_file
     from dspark.recipes.llm import LLM
+    from dspark.recipes.profile import check_file, check_plots
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
     from dspark.recipes.values import format_value
 
-    sampling = sampling_params(temperature, top_k, top_p, min_p, max_new_tokens, verification)
+    sampling = sampling_params(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        verification=verification,
+    )
     check_files(format_value(form), output, plot)
+    if output is not None:
+        check_file(output)
+    if plot is not None:
+        check_plots(plot)
     calibratable(bundle_folder(draft, target))
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)

@@ -93,7 +93,13 @@ def chat(
     from dspark.recipes.progress import Progress
 
     params = sampling_params(
-        temperature, top_k, top_p, min_p, max_new_tokens, verification, seed=seed
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        verification=verification,
+        seed=seed,
     )
     llm = LLM(
         target,

@@ -23,6 +23,7 @@ def synthesize(
     max_requests: options.TextsAtOnce = 64,
     seed: options.BaseSeed = 0,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -41,8 +42,9 @@ def synthesize(
         seed=seed,
     )
     prompts = run_synthesize(
-        target, output, config, Progress(), weights=weights_value(weights), threads=threads
-    )
+        target, output, config, Progress(), weights=weights_value(weights), device=device,
+        threads=threads,
+    )  # fmt: skip
     print_note(f"{prompts} prompts in {output}")
     if json:
         Screen().json({"prompts": prompts, "output": str(output)})
@@ -82,6 +84,7 @@ def regenerate(
     seed: options.BaseSeed = 0,
     skip_bad: options.SkipBad = False,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -106,7 +109,7 @@ def regenerate(
     )
     counts = run_regenerate(
         target, prompts or [], output, config, Progress(), endpoint=server, skip_bad=skip_bad,
-        weights=weights_value(weights), threads=threads,
+        weights=weights_value(weights), device=device, threads=threads,
     )  # fmt: skip
     print_note(f"{counts['responses']} responses, {counts['tokens']:,} tokens in {output}")
     if json:

@@ -46,14 +46,21 @@ def evaluate(
     debug: options.Debug = False,
 ) -> None:
     """Measure accepted length and acceptance by position."""
+    from dspark.recipes.bundles import check_policies
     from dspark.recipes.evaluate import evaluate as run
     from dspark.recipes.llm import LLM
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import policy_value
 
-    sampling = sampling_params(temperature, top_k, top_p, min_p, max_new_tokens, verification)
-    policy = policy_value(policy)
+    sampling = sampling_params(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        verification=verification,
+    )
+    check_policies([] if policy is None else [policy], target, draft, draft_length)
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)
     llm = LLM(

@@ -64,12 +64,12 @@ def generate(
     from dspark.recipes.values import guided_from
 
     params = sampling_params(
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        max_new_tokens,
-        verification,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        verification=verification,
         seed=seed,
         stop=tuple(stop or ()),
         n=n,

@@ -49,7 +49,9 @@ def profile(
     draft_length: options.DraftLength = None,
     weights: options.Weights = None,
     device: options.Device = "cpu",
+    cuda_graphs: options.CudaGraphs = None,
     threads: options.Threads = None,
+    many_requests: options.ManyRequests = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -81,7 +83,9 @@ def profile(
         policy="off",
         weights=weights,
         device=device,
+        cuda_graphs=cuda_graphs,
         threads=threads,
+        many_requests=many_requests,
         progress=progress,
     )
     result = run(llm, config, progress=progress)

@@ -6,6 +6,7 @@ from dspark.core.sampling import SamplingParams
 
 
 def sampling_params(
+    *,
     temperature: float,
     top_k: int,
     top_p: float,

@@ -61,6 +61,13 @@ def train(
             show_default=False,
         ),
     ] = None,
+    candidates: Annotated[
+        int,
+        typer.Option(
+            help="Draft by sampling among the so many best tokens of a slot, which is cheap; 0 is "
+            "among all it may propose."
+        ),
+    ] = 256,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 6e-4,
     warm_start: Annotated[
         Path | None,
@@ -149,6 +156,7 @@ def train(
         taps=taps,
         markov_rank=markov_rank,
         draft_vocabulary=draft_vocabulary,
+        candidates=candidates,
     )
     config = TrainConfig(
         steps=steps,

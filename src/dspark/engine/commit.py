@@ -119,7 +119,7 @@ class Commit:
         """Prompts' log-probabilities; ends what has all of them and wants no token."""
         for (state, _), rows in zip(batch.prefill, batch.scored, strict=True):
             own = state.request
-            if own.params.prompt_logprobs is None or state.output:
+            if own.params.prompt_logprobs is None:
                 continue
             try:
                 score_prompt(state, output.logits_MV[rows])

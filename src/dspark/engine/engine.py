@@ -136,7 +136,8 @@ class Engine:
 
     def enqueue(self, request: Request) -> None:
         """The last part of `add`."""
-        self.calibration.expect(request.params)
+        if self.policy.reads_survival:
+            self.calibration.expect(request.params)
         state = fresh_state(request, self.target, self.memory, self.config, self.tokenizer)
         self.places.waiting.push(state)
 

@@ -97,10 +97,13 @@ def profile(
     drafter: Drafter,
     config: ProfileConfig,
     *,
+    exact: bool = False,
     clock: Callable[[], float],
     advance: Callable[[int, str], None] = lambda _done, _note: None,
 ) -> Profile:
     """Seconds by shape. `advance` hears of every pass, see `passes`.
+
+    exact: of requests that promise equal tokens, greedy and seeded ones; else of any others.
 
     Raises ConfigError where a context does not fit the target.
     """
@@ -111,10 +114,13 @@ def profile(
             f"{target.max_context}; give shorter contexts"
         )
     cells = shapes(config, drafter.block_size)
-    groups = {key: _Group(target, drafter, *key, clock) for key in {(r, c) for _, r, c in cells}}
+    groups = {
+        key: _Group(target, drafter, *key, exact, clock) for key in {(r, c) for _, r, c in cells}
+    }
     first = config.contexts[0]
     plain = {
-        requests: _Group(target, None, requests, first, clock) for requests in config.request_counts
+        requests: _Group(target, None, requests, first, exact, clock)
+        for requests in config.request_counts
     }
     whole = drafter.block_size
     jobs = [_Job("verify", *cell, whole) for cell in cells]
@@ -209,11 +215,16 @@ class _Group:
         drafter: Drafter | None,
         requests: int,
         context: int,
+        exact: bool,
         clock: Callable[[], float],
     ) -> None:
         self._script = _Script()
         block_size = 0 if drafter is None else drafter.block_size
-        params = SamplingParams(max_new_tokens=2 * block_size + 4, ignore_eos=True)
+        params = SamplingParams(
+            max_new_tokens=2 * block_size + 4,
+            ignore_eos=True,
+            verification="coupled" if exact else "rejection",
+        )
         most = context + params.max_new_tokens
         self._engine = Engine(
             target,
@@ -266,6 +277,7 @@ class _Script:
     drafts: ClassVar[bool] = True
     longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
+    reads_survival: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

@@ -92,10 +92,10 @@ def bench(
     for concurrency in concurrencies:
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
-    names = policies or ["off", llm.default_policy]
+    names = policies or ["off", llm.policies.default]
     ensure_costs(llm, names, progress)
-    cost = llm.cost_model()  # before the runs: a broken table is told at once
-    chosen = [llm.resolve_policy(name) for name in dict.fromkeys(names)]
+    cost = llm.policies.cost_model()  # before the runs: a broken table is told at once
+    chosen = [llm.policies.resolve(name) for name in dict.fromkeys(names)]
     rule = sampling.verification or _common_rule(chosen)
     for policy in chosen:
         check_rule(policy, rule)

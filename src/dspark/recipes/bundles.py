@@ -1,5 +1,6 @@
 """Where the shipped draft bundle lies, and how a bundle becomes a drafter for a loaded target."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 
 from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.fit import check_fit
+from dspark.checkpoints.native import read_config
 from dspark.core.errors import ConfigError
 from dspark.drafters.captured import CapturedDrafter
 from dspark.drafters.chain import ChainModel
@@ -49,20 +51,33 @@ def bundle_folder(draft: str | Path | None, target: str | None) -> Path | None:
     return None if draft is None or draft == LOOKUP else Path(draft)
 
 
-def check_policy(
-    text: str, bundle: Bundle | None, *, lookup: bool, draft_length: int | None
+def check_policies(
+    texts: Sequence[str],
+    target: str | None,
+    draft: str | Path | None,
+    draft_length: int | None = None,
 ) -> None:
-    """Raises ConfigError for a policy that the drafter to come cannot have, before the target is
-    loaded; only whether there is a cost table is seen after it."""
-    if bundle is None and not lookup:
-        parse_policy(text, block_size=None)
+    """Raises ConfigError for a policy or a length that the drafter of `LLM(target, draft=draft)`
+    cannot have, before anything is loaded; only whether there is a cost table is seen after it."""
+    for text in texts:
+        check_form(text)  # before the folder is looked at
+    folder = bundle_folder(draft, target)
+    if draft_length is not None and draft_length < 1:
+        raise ConfigError(f"draft_length is {draft_length}; it must be at least 1, or None")
+    if draft_length is not None and folder is None and draft != LOOKUP:
+        raise ConfigError("draft_length is for a drafter; give one with draft, or leave it out")
+    config = None if folder is None else read_config(folder)[0]
+    if config is None and draft != LOOKUP:
+        for text in texts:
+            parse_policy(text, block_size=None)
         return
-    whole = PromptLookup().block_size if bundle is None else bundle.config.block_size
-    check_form(
-        text,
-        block_size=whole if draft_length is None else min(whole, draft_length),
-        has_confidence=bundle is not None and bundle.config.has_confidence,
-    )
+    whole = PromptLookup().block_size if config is None else config.block_size
+    for text in texts:
+        check_form(
+            text,
+            block_size=whole if draft_length is None else min(whole, draft_length),
+            has_confidence=config is not None and config.has_confidence,
+        )
 
 
 def wants_graphs(cuda_graphs: bool | None, device: str, bundle: Bundle | None) -> bool:

@@ -13,20 +13,36 @@ import transformers
 
 from dspark.core.errors import DataError
 from dspark.engine.config import EngineConfig
+from dspark.recipes.bundles import LOOKUP
 from dspark.scheduling.table import CostTable, Fingerprint, differences, read_table, table_name
 from dspark.targets.load import LoadedTarget
 from dspark.targets.source import cache_folder
 
 
-def fingerprint_of(loaded: LoadedTarget, drafter_id: str) -> Fingerprint:
-    """What a cost table of this target and drafter, in this process, depends on."""
+def fingerprint_of(
+    loaded: LoadedTarget,
+    drafter: str | None,
+    *,
+    block_size: int | None = None,
+    graphs: bool = False,
+    many_requests: bool = False,
+) -> Fingerprint:
+    """What a cost table of this target and drafter, in this process, depends on.
+
+    drafter: `drafter_id` of its bundle; None is prompt lookup.
+    block_size: of a drafter that is cut short.
+    graphs, many_requests: as in `LLM`; either way has tables of its own.
+    """
+    drafter = drafter or LOOKUP
+    if block_size is not None:
+        drafter += f", blocks of {block_size}"
     return {
         "processor": _processor(loaded.target.device),
         "threads": str(torch.get_num_threads()),
-        "weights": str(loaded.weights),
+        "weights": f"{loaded.weights}{', for many requests' if many_requests else ''}",
         "cache": EngineConfig().cache_dtype,
         "target": f"{loaded.name} {loaded.binding.embedding_hash[:16]}",
-        "drafter": drafter_id,
+        "drafter": f"{drafter}{', in CUDA graphs' if graphs else ''}",
         "versions": f"dspark {version('dspark')}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
     }

@@ -15,7 +15,7 @@ from dspark.recipes.progress import Progress
 from dspark.recipes.regenerate import RegenerateConfig, regenerate
 from dspark.recipes.synthesize import SynthesizeConfig, synthesize
 from dspark.recipes.values import set_threads
-from dspark.targets.load import load_target
+from dspark.targets.load import LoadedTarget, check_device, load_target
 from dspark.targets.source import read_tokenizer
 
 
@@ -26,11 +26,13 @@ def run_synthesize(
     progress: Progress,
     *,
     weights: WeightKind | None = None,
+    device: str = "cpu",
     threads: int | None = None,
 ) -> int:
     """How many prompts the file holds at the end."""
     set_threads(threads)
-    loaded = load_target(target, weights=weights, template_hash=template_hash, say=progress.say)
+    check_device(device, weights)
+    loaded = _load(target, weights, device, progress)
     with one_process(output.absolute().parent):
         return len(synthesize(loaded, output, config, progress))
 
@@ -45,17 +47,21 @@ def run_regenerate(
     endpoint: EndpointConfig | None = None,
     skip_bad: bool = False,
     weights: WeightKind | None = None,
+    device: str = "cpu",
     threads: int | None = None,
 ) -> dict[str, int]:
     """How many responses and tokens the file holds at the end. With an endpoint the target's
     weights are not loaded."""
     set_threads(threads)
+    check_device(device, weights)
     if not paths:
         raise ConfigError("there is nothing to answer; give prompts (--prompts)")
     prompts = read_prompts(*paths, skip_bad=skip_bad, say=progress.say)
     with one_process(output.absolute().parent):
         if endpoint is None:
-            file = _answer_here(target, prompts, output, config, progress, weights)
+            file = _answer_here(
+                _load(target, weights, device, progress), prompts, output, config, progress
+            )
         else:
             tokenizer, name, vocab_size = read_tokenizer(target, say=progress.say)
             file = ResponseFile(
@@ -69,15 +75,21 @@ def run_regenerate(
     }
 
 
+def _load(
+    target: str | None, weights: WeightKind | None, device: str, progress: Progress
+) -> LoadedTarget:
+    return load_target(
+        target, weights=weights, device=device, template_hash=template_hash, say=progress.say
+    )
+
+
 def _answer_here(
-    target: str | None,
+    loaded: LoadedTarget,
     prompts: Sequence[Prompt],
     output: Path,
     config: RegenerateConfig,
     progress: Progress,
-    weights: WeightKind | None,
 ) -> ResponseFile:
-    loaded = load_target(target, weights=weights, template_hash=template_hash, say=progress.say)
     file = ResponseFile(
         output, target=loaded.name, template_hash=loaded.binding.chat_template_hash,
         vocab_size=loaded.target.vocab_size, thinking=config.thinking,

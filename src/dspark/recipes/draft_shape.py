@@ -29,6 +29,7 @@ class DraftShape:
     taps: int = 5
     """mtp reads the last layer only."""
     candidates: int = CANDIDATES
+    """Of a slot, to draft from when it is served; 0 is all that it may propose."""
     draft_vocabulary: int | None = None
     """Propose only this many tokens, those most frequent in the responses; None proposes any."""
 
@@ -39,9 +40,9 @@ class DraftShape:
             raise ConfigError(
                 f"there is no drafter {self.drafter!r}; {hint}there are {', '.join(DRAFTERS)}"
             )
-        for name in ("layers", "block_size", "taps", "candidates"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, least in (("layers", 1), ("block_size", 1), ("taps", 1), ("candidates", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.draft_vocabulary is not None and self.draft_vocabulary < 1:
             raise ConfigError(
                 f"draft_vocabulary is {self.draft_vocabulary}; it must be at least 1 token"

@@ -108,7 +108,7 @@ def evaluate(
         if llm.drafter is None:
             raise ConfigError("there is no drafter to evaluate; give a bundle, or policy off")
         policy = f"fixed:{llm.drafter.block_size}"
-    chosen = llm.resolve_policy(policy)
+    chosen = llm.policies.resolve(policy)
     jobs = make_jobs(llm, prompts, sampling, samples=samples, seed=seed, say=progress.say)
     with progress.task("texts", total=len(jobs)) as advance:
         result = closed_loop(

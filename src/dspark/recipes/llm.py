@@ -17,21 +17,16 @@ from dspark.recipes.bundles import (
     LOOKUP,
     SHIPPED,
     bundle_folder,
-    check_policy,
+    check_policies,
     make_drafter,
     shipped_bundle,
     wants_graphs,
 )
-from dspark.recipes.calibration import expected_survival, serving_calibration
-from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
+from dspark.recipes.calibration import serving_calibration
 from dspark.recipes.generation import Generation, RequestOutput
+from dspark.recipes.policies import Policies
 from dspark.recipes.progress import Progress
 from dspark.recipes.values import policy_value, set_threads, weights_value
-from dspark.scheduling.cost_model import CostModel
-from dspark.scheduling.parse import needs_cost, parse_policy
-from dspark.scheduling.policies import Policy
-from dspark.scheduling.probing import Probing
-from dspark.scheduling.table import Fingerprint
 from dspark.targets.load import LoadedTarget, check_device, check_many_requests, load_target
 
 logger = logging.getLogger(__name__)
@@ -103,12 +98,7 @@ class LLM:
         bundle = None if folder is None else read_bundle(folder)
         draft = LOOKUP if draft == LOOKUP else folder
         graphs = wants_graphs(cuda_graphs, device, bundle)
-        if draft_length is not None and draft_length < 1:
-            raise ConfigError(f"draft_length is {draft_length}; it must be at least 1, or None")
-        if draft_length is not None and draft is None:
-            raise ConfigError("draft_length is for a drafter; give one with draft, or leave it out")
-        if policy is not None:
-            check_policy(policy, bundle, lookup=draft == LOOKUP, draft_length=draft_length)
+        check_policies([] if policy is None else [policy], target, draft, draft_length)
         self.calibration: Calibration = Uncalibrated()
         if bundle is not None and calibrated:
             self.calibration = serving_calibration(
@@ -116,7 +106,6 @@ class LLM:
             )
         elif recalibrate:
             raise ConfigError("recalibration needs a draft bundle, used with its calibration")
-        self._probes = recalibrate
         self.bundle_folder: Path | None = None if bundle is None else bundle.path
         self.loaded: LoadedTarget = load_target(
             target,
@@ -130,14 +119,9 @@ class LLM:
         self.tokenizer: Any = self.loaded.tokenizer
         self.max_requests = max_requests
         self.pipeline = pipeline
+        self.many_requests = many_requests
         self.draft_name: str | None = None
         self.drafter: Drafter | None = None
-        self._bundle_policy: str | None = None
-        self._bundle_path = None if bundle is None else bundle.path
-        self._has_confidence = False
-        self._expected_K: tuple[float, ...] | None = None
-        self._cost: CostModel | None = None
-        self._say = logger.warning if progress.quiet else progress.say
         if draft == LOOKUP:
             self.draft_name = LOOKUP
             self.drafter = PromptLookup()
@@ -150,72 +134,20 @@ class LLM:
             self.draft_name = SHIPPED if draft == shipped_bundle() else str(draft)
             capture = CudaCapture(self.loaded.target.device) if graphs else None
             self.drafter = make_drafter(bundle, self.loaded, capture=capture)
-            self._bundle_policy = None if bundle.info is None else bundle.info.policy
-            self._has_confidence = bundle.config.has_confidence
-            self._expected_K = expected_survival(bundle) if calibrated else None
-        self._draft_length = draft_length
         if draft_length is not None and self.drafter is not None:
             self.drafter = self.drafter.shortened(draft_length)
-        self.policy = self.resolve_policy(policy)
-
-    def resolve_policy(self, text: str | None) -> Policy:
-        """The policy that `text` names for this drafter; None is the default."""
-        block_size = None if self.drafter is None else self.drafter.block_size
-        text = self.default_policy if text is None else text
-        if self.lacks_costs(text):
-            assert block_size is not None
-            fixed = f"fixed:{(block_size + 1) // 2}"
-            self._say(
-                f"policy {text} needs a cost table of this machine, target and drafter, and "
-                f"{why_none(self.fingerprint)}; using {fixed} instead. Run dspark profile for one"
-            )
-            text = fixed
-        policy = parse_policy(
-            text,
-            block_size=block_size,
-            has_confidence=self._has_confidence,
-            cost=self.cost_model,
-            expected_K=None if self._expected_K is None else self._expected_K[:block_size],
+        self.policies = Policies(
+            self.loaded,
+            self.drafter,
+            bundle,
+            draft_length=draft_length,
+            graphs=graphs,
+            many_requests=many_requests,
+            calibrated=calibrated,
+            probes=recalibrate,
+            say=logger.warning if progress.quiet else progress.say,
         )
-        return Probing(policy) if self._probes and policy.drafts else policy
-
-    @property
-    def default_policy(self) -> str:
-        """What the bundle names, else its whole block; off without a drafter. A `draft_length` goes
-        before a length that the bundle names."""
-        if self.drafter is None:
-            return "off"
-        named = self._bundle_policy
-        if named is None or (self._draft_length is not None and named.startswith("fixed:")):
-            return f"fixed:{self.drafter.block_size}"
-        return named
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """What a cost table must have been measured with to hold here."""
-        path = self._bundle_path
-        name = LOOKUP if path is None else drafter_id(path)
-        if self._draft_length is not None and self.drafter is not None:
-            name += f", blocks of {self.drafter.block_size}"
-        return fingerprint_of(self.loaded, name)
-
-    def cost_model(self) -> CostModel | None:
-        """What steps cost on this machine; None where it has not been measured.
-
-        Raises DataError for a table that is broken or another machine's.
-        """
-        if self._cost is None and (table := find_table(self.fingerprint)) is not None:
-            self._cost = table.fit().model
-        return self._cost
-
-    def forget_costs(self) -> None:
-        """The table is read again before the next use."""
-        self._cost = None
-
-    def lacks_costs(self, policy: str) -> bool:
-        """Whether only a cost table is missing to run this policy."""
-        able = self.drafter is not None and self._has_confidence
-        return able and needs_cost(policy) and self.cost_model() is None
+        self.policy = self.policies.resolve(policy)
 
     def generate(
         self,
@@ -280,7 +212,7 @@ class LLM:
                     f"{own.max_new_tokens}; together they must fit the target's context of "
                     f"{limit} tokens"
                 )
-        chosen = self.policy if policy is None else self.resolve_policy(policy)
+        chosen = self.policy if policy is None else self.policies.resolve(policy)
         return Generation(
             self.loaded.target,
             self.drafter,

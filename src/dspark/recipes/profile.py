@@ -126,14 +126,15 @@ def profile(
             llm.loaded.target,
             llm.drafter,
             config,
+            exact=llm.many_requests,  # the requests that the option is for
             clock=clock_of(llm.loaded.target.device),
             advance=advance,
         )
-    table = CostTable(llm.fingerprint, measured.steps, measured.drafts)
+    table = CostTable(llm.policies.fingerprint, measured.steps, measured.drafts)
     result = ProfileResult(
         table, table.fit(), save_table(table), measured.capture, llm.drafter.block_size
     )
-    llm.forget_costs()
+    llm.policies.forget_costs()
     return result
 
 
@@ -142,8 +143,8 @@ def ensure_costs(llm: LLM, policies: Sequence[str], progress: Progress) -> None:
 
     Policies that this drafter cannot run in any case are left for others to refuse.
     """
-    if any(map(llm.lacks_costs, policies)):
-        progress.say(f"no cost table fits ({why_none(llm.fingerprint)}): profiling first")
+    if any(map(llm.policies.lacks_costs, policies)):
+        progress.say(f"no cost table fits ({why_none(llm.policies.fingerprint)}): profiling first")
         profile(llm, progress=progress)
 
 

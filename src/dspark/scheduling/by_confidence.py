@@ -52,6 +52,7 @@ class ByConfidence(ABC):
     drafts: ClassVar[bool] = True
     longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
+    reads_survival: ClassVar[bool] = True
 
     def __init__(
         self,

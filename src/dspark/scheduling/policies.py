@@ -78,6 +78,11 @@ class Policy(Protocol):
         """The most it will ever admit for a request, so that no more is drafted; None: a block."""
         ...
 
+    @property
+    def reads_survival(self) -> bool:
+        """Whether it weighs calibrated confidences, so that it matters which calibration serves."""
+        ...
+
     def wants_draft(self, view: RoundView) -> BoolArray:
         """Which requests [R] to draft for. Called before drafting: survival is None."""
         ...
@@ -112,6 +117,7 @@ class Off:
     drafts: ClassVar[bool] = False
     longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
+    reads_survival: ClassVar[bool] = False
 
     def wants_draft(self, view: RoundView) -> BoolArray:
         return np.zeros(len(view.requests), dtype=np.bool_)
@@ -136,6 +142,7 @@ class FixedLength:
     length: int
     drafts: ClassVar[bool] = True
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
+    reads_survival: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -173,6 +180,7 @@ class Threshold:
     drafts: ClassVar[bool] = True
     longest: ClassVar[int | None] = None
     rules: ClassVar[frozenset[VerificationRule]] = frozenset(RULES)
+    reads_survival: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

@@ -40,6 +40,10 @@ class Probing:
     def rules(self) -> frozenset[VerificationRule]:
         return self.policy.rules
 
+    @property
+    def reads_survival(self) -> bool:
+        return True  # what probes find refits the calibration
+
     def wants_draft(self, view: RoundView) -> BoolArray:
         return self.policy.wants_draft(view)
 
