@@ -262,7 +262,9 @@ def how_far_apart(engine: Engine, eager: Drafter) -> Apart:
     everyone = np.ones(len(engine.running), dtype=np.bool_)
     blocks = []
     for own in (drafter, eager):
-        block = Drafting(own, store, engine.target.device).blocks(engine.running, everyone)
+        block = Drafting(own, store, engine.target.device).blocks(
+            engine.running, everyone, own.block_size
+        )
         assert block is not None
         blocks.append(block)
     one, other = blocks
