@@ -23,7 +23,7 @@ from dspark.targets.tiny import tiny_model
 from tests.engine.drafters import RandomDrafter, TeacherDrafter
 from tests.targets.ragged import packed_target
 
-VOCAB, LENGTH, COUNT, FALSE_ALARM = 7, 3, 2000, 1e-6
+VOCAB, LENGTH, COUNT, FALSE_ALARM = 7, 3, 1200, 1e-6
 PROMPT = (3, 5, 4)
 
 

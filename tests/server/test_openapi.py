@@ -42,7 +42,7 @@ def test_schemathesis(make_server, tmp_path, fuzz_openapi):
     keys = tmp_path / "keys"
     keys.write_text(KEY)
     server = make_server(api_keys=keys, default_tokens=8)
-    command = fuzz_openapi.command(server.url, examples=8, seed=0, key=KEY)
+    command = fuzz_openapi.command(server.url, examples=5, seed=0, key=KEY)
     # In a folder of its own: schemathesis reads settings of the one it runs in.
     result = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
