@@ -4,9 +4,10 @@
   commit) with DSpark against DFlash, the same backbone without a sequential head, at draft lengths
   4, 8, 12 and 16, averaged over contexts of 512 to 4,096 tokens. The paper has 0.2% to 1.3%.
 * The same with the draft run eagerly and captured in CUDA graphs, and how far the two drafts are
-  apart. Verification is never captured. On a CPU a recorder stands in for the graphs: results can
-  be compared there, times cannot.
-* SPS(B), steps a second of the target alone, from 1 to 1,024 tokens.
+  apart; verification is eager in both. On a CPU a recorder stands in for the graphs: results can be
+  compared there, times cannot.
+* SPS(B), steps a second of the target alone, from 1 to 1,024 tokens, with verification run eagerly
+  and, where its size is captured, in CUDA graphs; and how far the logits of the two are apart.
 
 Weights and contexts are random: neither changes what a step costs. Contexts that do not fit the
 memory are skipped by name. Medians of each contender's rounds are kept.
@@ -37,6 +38,7 @@ from dspark.drafters.config import DSparkConfig
 from dspark.drafters.dspark import DSparkModel
 from dspark.drafters.fused import bf16_linear, plain_linear
 from dspark.drafters.serving import DSparkDrafter
+from dspark.engine.batch import build_batch
 from dspark.engine.config import EngineConfig
 from dspark.engine.drafting import Drafting
 from dspark.engine.engine import Engine
@@ -45,6 +47,7 @@ from dspark.nn.kv_cache import KVShape
 from dspark.nn.recorder import Recorder
 from dspark.nn.seams import Binding, DraftBlock, Drafter
 from dspark.scheduling.policies import FixedLength, Off, Policy
+from dspark.targets.captured import CapturedTarget
 from dspark.targets.hf import HFTarget
 from dspark.targets.load import check_device
 
@@ -94,6 +97,7 @@ class Bench:
         self.target = HFTarget(model)
         on_cuda = self.target.device.type == "cuda"
         self.capture: Capture = CudaCapture(self.target.device) if on_cuda else Recorder()
+        self.captured_target = CapturedTarget(model, capture=self.capture)
         embedding = model.get_input_embeddings().weight.detach().float()
         layers = size.target["num_hidden_layers"]
         self.binding = Binding(
@@ -132,7 +136,12 @@ class Bench:
         return slots * sum(s.bytes_per_token(self.dtype) for s in (self.target.kv_shape, own))
 
     def engine(
-        self, drafter: Drafter | None, policy: Policy, requests: int, context: int
+        self,
+        drafter: Drafter | None,
+        policy: Policy,
+        requests: int,
+        context: int,
+        target: HFTarget | None = None,
     ) -> Engine:
         """Requests that have `context` tokens in the cache and one that they have just emitted."""
         block = 0 if drafter is None else drafter.block_size
@@ -141,7 +150,7 @@ class Bench:
         needs = context + params.max_new_tokens + block
         extent = page << (-(-needs // page) - 1).bit_length()
         engine = Engine(
-            self.target, drafter, policy,
+            target or self.target, drafter, policy,
             EngineConfig(
                 max_requests=requests, cache_tokens=requests * extent + page, page_size=page,
                 row_exact=False, prefix_cache=False,
@@ -286,27 +295,66 @@ def check(apart: Apart, dtype: torch.dtype) -> None:
         raise DSparkError(f"the captured draft is not the eager one: {apart}")
 
 
-def steps_a_second(bench: Bench, repeats: int) -> dict[int, float]:
-    """SPS(B): target forward, sampling and commit of B tokens, no draft."""
-    found = {}
+def steps_a_second(bench: Bench, repeats: int) -> dict[int, dict[str, float]]:
+    """SPS(B): target forward, sampling and commit of B tokens, no draft. For each B, "eager" and,
+    where it is captured, "captured", "same_tokens" and "logits_apart"."""
+    found: dict[int, dict[str, float]] = {}
     context = bench.size.contexts[0]
     for tokens in bench.size.tokens:
         requests = min(tokens, bench.size.batch)
         extra = tokens // requests - 1
         drafter = bench.drafters(extra, markov=False)[0] if extra else None
         policy: Policy = FixedLength(extra) if extra else Off()
-        engine = bench.engine(drafter, policy, requests, context)
-        took = []
-        for number in range(repeats + 2):
-            record = one_round(engine)
-            assert record.batch_tokens == requests * (1 + extra)
-            spent = dict(record.seconds)
-            del spent["draft"], spent["draft_head"]
-            if number > 1:
-                took.append(sum(spent.values()))
-        found[requests * (1 + extra)] = 1 / median(took)
-        engine.cancel()
+        row = found[requests * (1 + extra)] = {}
+        for form, target in (("eager", bench.target), ("captured", bench.captured_target)):
+            engine = bench.engine(drafter, policy, requests, context, target)
+            if form == "captured":
+                apart = verifications_apart(bench, engine, extra)
+                if apart is None:
+                    engine.cancel()
+                    continue
+                row |= apart
+            took = []
+            for number in range(repeats + 2):
+                record = one_round(engine)
+                assert record.batch_tokens == requests * (1 + extra)
+                spent = dict(record.seconds)
+                del spent["draft"], spent["draft_head"]
+                if number > 1:
+                    took.append(sum(spent.values()))
+            row[form] = 1 / median(took)
+            engine.cancel()
+            del engine
+            gc.collect()
     return found
+
+
+def verifications_apart(bench: Bench, engine: Engine, extra: int) -> dict[str, float] | None:
+    """A step of the engine's requests with `extra` random tokens each, in both forms, over a
+    context of random numbers; None where it is not captured."""
+    states, device = engine.running, engine.target.device
+    tokens_RK = torch.randint(4, 90, (len(states), extra), device=device)
+    draft = DraftBlock(tokens_RK, tokens_RK[..., None], torch.ones_like(tokens_RK[..., None]), None)
+    batch = build_batch(
+        states, [], draft, [extra] * len(states), chunk_tokens=1, row_exact=False, device=device
+    )
+    if not bench.captured_target.captures(batch.ragged):
+        return None
+    store = engine.memory.store
+    for memory in (*store.keys, *store.values):
+        memory.normal_()
+    one, other = (
+        target.forward(batch.ragged, store, logit_rows_M=batch.logit_rows_M).logits_MV
+        for target in (bench.captured_target, bench.target)
+    )
+    same = float((one.argmax(-1) == other.argmax(-1)).double().mean())
+    apart = float((one - other).abs().max())
+    if bench.dtype == torch.float32 and (same < 0.98 or apart > 1e-2):  # as in `check`
+        raise DSparkError(
+            f"captured verification is not the eager one: {same:.1%} of the likeliest tokens are "
+            f"the same, logits are up to {apart:.3g} apart"
+        )
+    return {"same_tokens": same, "logits_apart": apart}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -330,8 +378,12 @@ def table(result: dict[str, Any]) -> str:
         lines.append("captured by a recorder: its results count, its times do not")
     lines += [f"skipped {what}" for what in result["skipped"]]
     lines += [f"not captured, for there is too much to copy: {w}" for w in result["not_captured"]]
-    lines += ["", "tokens   steps a second"]
-    lines += [f"{tokens:6}   {rate:.2f}" for tokens, rate in result["steps_a_second"].items()]
+    lines += ["", "tokens   steps a second: eager   captured   likeliest tokens alike"]
+    for tokens, row in result["steps_a_second"].items():
+        line = f"{tokens:6}   {row['eager']:21.2f}"
+        if "captured" in row:
+            line += f"   {row['captured']:8.2f}   {row['same_tokens']:22.1%}"
+        lines.append(line)
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from dspark.core.errors import ConfigError, DSparkError, MissingExtraError
@@ -17,11 +18,13 @@ from dspark.core.sampling import SamplingParams
 from dspark.data.responses import Response, ResponseFile
 from dspark.data.template import template_hash
 from dspark.drafters import captured
+from dspark.nn import padded_attention
 from dspark.nn.sampling import race
 from dspark.recipes import profile as profile_module
 from dspark.recipes.profile import ProfileConfig
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import Job
+from dspark.targets import captured as captured_targets
 from tests.recipes.tiny import write_all, write_draft, write_prompts
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
@@ -354,6 +357,9 @@ def test_gpu_check_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
             assert row[f"{name}_{form}_ms"] > row[f"{name}_{form}_draft_ms"] > 0
             assert row[f"{name}_same_tokens"] == 1.0 and 0 <= row[f"{name}_probs_apart"] < 1e-5
     assert [*result["steps_a_second"]] == [1, 4, 8] and result["skipped"] == []
+    for row in result["steps_a_second"].values():
+        assert row["eager"] > 0 and row["captured"] > 0
+        assert row["same_tokens"] == 1.0 and row["logits_apart"] < 1e-4
     out = capsys.readouterr().out
     assert "DSpark costs more by" in out and "steps a second" in out
     assert "tokens drafted alike: DSpark 100.0%, DFlash 100.0%" in out
@@ -366,13 +372,30 @@ def test_gpu_check_says_what_it_did_not_capture(
 ) -> None:
     import gpu_check
 
-    monkeypatch.setattr(captured, "MOST_KEYS", 1)
+    for module in (captured, captured_targets):
+        monkeypatch.setattr(module, "MOST_KEYS", 1)
     result = gpu_check.main(["--device", "cpu", "--tiny", "--dtype", "fp32", "--repeats", "1"])
     assert result["not_captured"][:2] == [
         "dspark's backbone, 16 + 2 tokens", "dflash's backbone, 16 + 2 tokens"
     ]  # fmt: skip
     assert len(result["not_captured"]) == 8
+    for row in result["steps_a_second"].values():
+        assert "eager" in row and "captured" not in row
     assert "too much to copy: dflash's backbone, 40 + 4 tokens" in capsys.readouterr().out
+
+
+def test_gpu_check_tells_a_captured_verification_from_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import gpu_check
+
+    mask = padded_attention.padded_mask
+    monkeypatch.setattr(
+        padded_attention, "padded_mask", lambda positions, *rest: mask(positions - 1, *rest)
+    )
+    bench = gpu_check.Bench(gpu_check.TINY, "cpu", torch.float32)
+    with pytest.raises(DSparkError, match="captured verification is not the eager one"):
+        gpu_check.steps_a_second(bench, 1)
 
 
 def test_gpu_check_tells_a_captured_draft_from_another(monkeypatch: pytest.MonkeyPatch) -> None:

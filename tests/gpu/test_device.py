@@ -25,6 +25,7 @@ from dspark.nn.sampling import SamplingRows, probs_from_logits, race, truncates
 from dspark.nn.seams import Binding, DraftBlock, RaggedBatch
 from dspark.nn.verification import verify
 from dspark.scheduling.policies import FixedLength, Off
+from dspark.targets.captured import CapturedTarget
 from dspark.targets.hf import HFTarget
 from dspark.targets.load import in_dtype
 from dspark.targets.tiny import tiny_model
@@ -130,6 +131,8 @@ def capture_on(device):
 
 def engine(device, dtype, policy, *, captured=False):
     model = in_dtype(tiny_model("llama", **MODEL).to(device), dtype)
+    capture = capture_on(device) if captured else None
+    target = CapturedTarget(model, capture=capture) if captured else HFTarget(model)
     drafter = None
     if policy.drafts:
         embedding = model.get_input_embeddings().weight.detach().float()
@@ -142,20 +145,22 @@ def engine(device, dtype, policy, *, captured=False):
         linear = bf16_linear if dtype == torch.bfloat16 else plain_linear
         options = {"candidates": 16, "linear_factory": linear}
         if captured:
-            options["capture"] = capture_on(device)
+            options["capture"] = capture
         serving = CapturedDrafter if captured else DSparkDrafter
         drafter = serving(untrained("untrained").to(device), binding, **options)
     name = "bfloat16" if dtype == torch.bfloat16 else "float32"
-    config = EngineConfig(page_size=8, chunk_tokens=16, cache_dtype=name, cache_tokens=1024)
-    return Engine(HFTarget(model), drafter, policy, config), model
+    config = EngineConfig(
+        page_size=8, chunk_tokens=16, cache_dtype=name, cache_tokens=1024, row_exact=not captured
+    )
+    return Engine(target, drafter, policy, config), model
 
 
 @every_device
 @every_dtype
 @pytest.mark.parametrize(
     ("policy", "captured"),
-    [(Off(), False), (FixedLength(BLOCK), False), (FixedLength(BLOCK), True)],
-    ids=["off", "eager", "captured"],
+    [(Off(), False), (Off(), True), (FixedLength(BLOCK), False), (FixedLength(BLOCK), True)],
+    ids=["off", "off, captured", "eager", "captured"],
 )
 def test_the_engine_generates_what_the_target_says(device, dtype, policy, captured):
     """Greedy tokens are the likeliest ones of one pass over the whole text, but for rounding."""
@@ -178,6 +183,59 @@ def test_the_engine_generates_what_the_target_says(device, dtype, policy, captur
             assert float(row.max() - row[token]) < near
             assert abs(float(row[token]) - score) < near
     own.memory.check_integrity([])
+    if captured:
+        assert own.target._graphs[own.memory.store]
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_captured_step_equals_an_eager_one(device, dtype, kind):
+    """Plain decoding and verification, of equal and of different lengths, each replayed twice."""
+    random = torch.Generator().manual_seed(4)
+    model = in_dtype(tiny_model(kind, **MODEL).to(device), dtype)
+    eager, captured = HFTarget(model), CapturedTarget(model, capture=capture_on(device))
+    page = 8
+    stores = [
+        KVStore(eager.kv_shape, 96 * page, read_ahead=KEY_TILE, dtype=dtype, device=device)
+        for _ in range(2)
+    ]
+    for memories in zip(*((*store.keys, *store.values) for store in stores), strict=True):
+        numbers = torch.randn(memories[0].shape, generator=random)
+        for memory in memories:
+            memory.copy_(numbers)
+    tables = [PageTable(pages, page) for pages in ([0, 1], [2, 3], [40, 9, 60, 61], [5], [7, 8])]
+    lengths = [9, 12, 26, 0, 3]
+    near = 0.3 if dtype == torch.bfloat16 else 1e-3
+    steps = [{0: 1, 1: 1, 2: 1, 4: 1}, {3: 4}, {2: 4, 4: 1, 1: 3}, {0: 4, 2: 4, 4: 4}]
+    for counts in steps * 2:
+        spans = [(lengths[r], lengths[r] + n) for r, n in counts.items()]
+        starts = [sum([*counts.values()][:i]) for i in range(len(counts) + 1)]
+        batch = RaggedBatch(
+            tokens_N=torch.randint(3, VOCAB, (starts[-1],), generator=random).to(device),
+            positions_N=torch.cat([torch.arange(*span) for span in spans]).to(device),
+            requests_N=torch.arange(len(counts)).repeat_interleave(
+                torch.tensor([*counts.values()])
+            ).to(device),
+            slots_N=torch.cat(
+                [tables[r].slots(*span) for r, span in zip(counts, spans, strict=True)]
+            ).to(device),
+            starts=tuple(starts),
+            context_lengths=tuple(end for _, end in spans),
+            tables=tuple(tables[r] for r in counts),
+            exact=False,
+        )  # fmt: skip
+        rows = torch.arange(starts[-1], device=device)
+        one, other = (
+            own.forward(batch, store, logit_rows_M=rows, tap_layers=(1, -1))
+            for own, store in zip((captured, eager), stores, strict=True)
+        )
+        assert one.logits_MV.device.type == device
+        torch.testing.assert_close(
+            one.logits_MV.log_softmax(-1), other.logits_MV.log_softmax(-1), atol=near, rtol=0
+        )
+        torch.testing.assert_close(one.taps_NF, other.taps_NF, atol=near, rtol=near)
+    assert len(captured._graphs[stores[0]]) == 3  # as padded, two batches are of one size
 
 
 KINDS = ["untrained", "gated", "rnn", "dflash"]

@@ -6,10 +6,14 @@ from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import CheckpointError, ConfigError, PromptError, TargetError
 from dspark.core.sampling import SamplingParams
 from dspark.drafters.captured import CapturedDrafter
+from dspark.drafters.lookup import PromptLookup
 from dspark.drafters.serving import DSparkDrafter
 from dspark.nn.recorder import Recorder
-from dspark.recipes.bundles import make_drafter, wants_graphs
+from dspark.recipes.bundles import make_drafter, tell_graphs, wants_graphs
 from dspark.recipes.llm import LLM
+from dspark.targets.captured import CapturedTarget
+from dspark.targets.hf import HFTarget
+from dspark.targets.tiny import tiny_model
 
 PROMPTS = ["Hello there", "A much longer prompt, with more words in it.", "é"]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
@@ -79,23 +83,33 @@ def test_devices_that_cannot_serve(target_folder, monkeypatch):
         LLM(str(target_folder), draft=None, device="cuda", weights="int8")
 
 
-def test_cuda_graphs_where_there_is_nothing_to_capture(target_folder, bundle_folder, monkeypatch):
+def test_cuda_graphs_where_there_is_nothing_to_capture(target_folder, bundle_folder):
     with pytest.raises(ConfigError, match="cuda_graphs need a CUDA device, and the device is cpu"):
         LLM(str(target_folder), draft=bundle_folder, cuda_graphs=True)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for draft in (None, "lookup"):
-        with pytest.raises(ConfigError, match="cuda_graphs are for the draft of a DSpark or DFl"):
-            LLM(str(target_folder), draft=draft, device="cuda", cuda_graphs=True)
+    target, said = HFTarget(tiny_model("gemma2")), []
+    for drafter in (None, PromptLookup()):
+        with pytest.raises(ConfigError, match=r"nothing to capture.* its layers are not those"):
+            tell_graphs(target, drafter, said.append, asked=True)
+    assert said == []
+    tell_graphs(target, PromptLookup(), said.append, asked=False)
+    assert said[0].startswith("verification runs eagerly, without CUDA graphs: its layers are not")
+    assert said[1].startswith("the draft runs eagerly") and len(said) == 2
 
 
-def test_drafts_are_captured_on_cuda_unless_told_not_to(bundle_folder, llm):
+def test_what_can_be_is_captured_on_cuda_unless_told_not_to(bundle_folder, llm):
     bundle = read_bundle(bundle_folder)
     for asked, device, wants in [
         (None, "cuda:1", True), (True, "cuda", True), (False, "cuda", False),
         (None, "cpu", False), (False, "cpu", False),
     ]:  # fmt: skip
-        assert wants_graphs(asked, device, bundle) == wants
-    assert not wants_graphs(None, "cuda", None)
+        assert wants_graphs(asked, device) == wants
+    said = []
+    target = CapturedTarget(tiny_model("llama"), capture=Recorder())
+    drafter = make_drafter(bundle, llm.loaded, capture=Recorder())
+    tell_graphs(target, drafter, said.append, asked=True)
+    tell_graphs(HFTarget(tiny_model("gemma2")), drafter, said.append, asked=True)
+    assert said[0].startswith("CUDA graphs for verification: steps without prompts")
+    assert "at most 64 sizes" in said[0] and said[1].startswith("verification runs eagerly")
     assert isinstance(make_drafter(bundle, llm.loaded, capture=Recorder()), CapturedDrafter)
     assert type(make_drafter(bundle, llm.loaded)) is DSparkDrafter
 

@@ -172,8 +172,8 @@ CudaGraphs = Annotated[
     bool | None,
     typer.Option(
         "--cuda-graphs/--no-cuda-graphs",
-        help="Capture the draft in CUDA graphs. Default: where there is CUDA. Not yet run on a "
-        "GPU.",
+        help="Capture draft and verification in CUDA graphs. Default: where there is CUDA. Not yet "
+        "run on a GPU.",
         show_default=False,
     ),
 ]

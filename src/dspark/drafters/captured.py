@@ -25,6 +25,7 @@ from dspark.nn.padded_attention import (
     padded_attention,
     padded_mask,
     padded_pages,
+    padded_size,
     page_slots,
     scratch_page,
 )
@@ -33,8 +34,6 @@ from dspark.nn.pages import PageTable
 from dspark.nn.sampling import race
 from dspark.nn.seams import Binding, DraftAdjust, DraftNoise
 
-LEAST_KEYS = 256
-"""Positions that the smallest backbone graph has room for."""
 MOST_KEYS = 1 << 19
 """Positions of all requests together, as padded, above which the backbone runs eagerly: it would
 copy their keys and values, 2 GiB a layer in bf16 with 8 heads of 128. A bound on memory: which
@@ -75,7 +74,7 @@ class CapturedDrafter(DSparkDrafter):
 
     def captures(self, tables: Sequence[PageTable]) -> bool:
         """Whether the backbone of a round of these requests is captured."""
-        requests, pages = _size(tables)
+        requests, pages = padded_size(tables)
         return requests * pages * tables[0].page_size <= MOST_KEYS
 
     def _propose(
@@ -87,7 +86,7 @@ class CapturedDrafter(DSparkDrafter):
     ) -> Proposals:
         if not self.captures(tables):
             return super()._propose(anchors_R, anchor_positions_R, tables, store)
-        requests, pages = _size(tables)
+        requests, pages = padded_size(tables)
         page_size = tables[0].page_size
         graphs = self._backbones.setdefault(store, {})
         key = requests, pages, page_size
@@ -122,7 +121,8 @@ class CapturedDrafter(DSparkDrafter):
 
         def backbone(anchors_R: Tensor, positions_R: Tensor, pages_RP: Tensor) -> Tensors:
             slots_RS = page_slots(pages_RP, page_size, store)
-            mask_R11S = padded_mask(positions_R + K, slots_RS.shape[1], store.keys[0].dtype)
+            last_R1 = positions_R[:, None] + K - 1  # all rows see the whole block
+            mask_R11S = padded_mask(last_R1, slots_RS.shape[1], store.keys[0].dtype)
             own_RK = positions_R[:, None] + torch.arange(K, device=positions_R.device)
             own_N = slots_RS.gather(1, own_RK).flatten()
 
@@ -155,13 +155,6 @@ class CapturedDrafter(DSparkDrafter):
         device = values[0].device
         padding = [torch.ones(v.shape[1:], dtype=v.dtype, device=device) for v in values]
         return Graphed(loop, padding, requests, self._capture)
-
-
-def _size(tables: Sequence[PageTable]) -> tuple[int, int]:
-    """Requests and pages of the graph for a round. A request has the pages for its whole block
-    already, so they bound every position, and no length need be read from the device."""
-    most = max(len(table.pages) for table in tables)
-    return bucket(len(tables)), bucket(most, -(-LEAST_KEYS // tables[0].page_size))
 
 
 def _present(parts: Sequence[Tensor | None]) -> Tensors:

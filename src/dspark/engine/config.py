@@ -1,8 +1,8 @@
 """How an engine is set up."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from dspark.core.errors import ConfigError
 
@@ -31,7 +31,8 @@ class EngineConfig:
     """Tokens of a page."""
     row_exact: bool = True
     """Make a row's result independent of the batch, for batches that hold a greedy or `coupled`
-    request (law 5). Off is for timing plain decoding without tiles that only speculation needs."""
+    request (law 5). Off is for timing plain decoding without tiles that only speculation needs.
+    Off the CPU it is always off (`on`)."""
 
     pipeline: bool = False
     """Write texts and hand out events in a thread of its own while the next step computes. The
@@ -45,6 +46,10 @@ class EngineConfig:
                 self._check_count(name)
         if not 0.0 < self.memory_share <= 1.0:
             raise ConfigError(f"memory_share is {self.memory_share}; it must be in (0, 1]")
+
+    def on(self, device_type: str) -> Self:
+        """For a target there. Off the CPU no kernel was measured: tiles would promise nothing."""
+        return self if device_type == "cpu" else replace(self, row_exact=False)
 
     def _check_count(self, name: str) -> None:
         if getattr(self, name) < 1:

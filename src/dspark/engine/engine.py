@@ -61,7 +61,7 @@ class Engine:
             self.drafter = self.drafter.shortened(longest)
         self.policy = policy.fresh()
         self.calibration: Calibration = calibration or Uncalibrated()
-        self.config = config or EngineConfig()
+        self.config = (config or EngineConfig()).on(target.device.type)
         self.tokenizer = tokenizer
         self.clock = clock
         self.records: list[StepRecord] = []

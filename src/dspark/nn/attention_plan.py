@@ -55,6 +55,10 @@ class AttentionPlan:
         default_factory=dict
     )
 
+    @property
+    def slots_N(self) -> Tensor:
+        return self.batch.slots_N
+
     @classmethod
     def build(cls, batch: RaggedBatch) -> "AttentionPlan":
         segments = _segments(batch)

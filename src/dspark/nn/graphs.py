@@ -81,8 +81,8 @@ class CudaCapture:
                         return function()
         except RuntimeError as error:
             raise DSparkError(
-                "the draft could not be captured in a CUDA graph; use --no-cuda-graphs, or "
-                f"LLM(cuda_graphs=False) ({error})"
+                "a draft or a verification could not be captured in a CUDA graph; use "
+                f"--no-cuda-graphs, or LLM(cuda_graphs=False) ({error})"
             ) from error
 
 

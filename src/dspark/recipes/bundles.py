@@ -1,6 +1,6 @@
 """Where the shipped draft bundle lies, and how a bundle becomes a drafter for a loaded target."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from dspark.core.errors import ConfigError
 from dspark.drafters.captured import CapturedDrafter
 from dspark.drafters.chain import ChainModel
 from dspark.drafters.chain_serving import ChainDrafter
-from dspark.drafters.config import DSparkConfig
 from dspark.drafters.dspark import DSparkModel
 from dspark.drafters.fused import LinearFactory, bf16_linear, plain_linear
 from dspark.drafters.lookup import PromptLookup
@@ -23,6 +22,8 @@ from dspark.nn.graphs import Capture
 from dspark.nn.linear import PackedLinear, RowMode, WeightKind, best_kind
 from dspark.nn.seams import Drafter
 from dspark.scheduling.parse import check_form, parse_policy
+from dspark.targets.captured import LIMITS, CapturedTarget, why_eager
+from dspark.targets.hf import HFTarget
 from dspark.targets.load import LoadedTarget
 
 SHIPPED = "smollm2-135m"
@@ -80,20 +81,35 @@ def check_policies(
         )
 
 
-def wants_graphs(cuda_graphs: bool | None, device: str, bundle: Bundle | None) -> bool:
-    """Whether to capture the draft in CUDA graphs; None is wherever that is possible.
+def wants_graphs(cuda_graphs: bool | None, device: str) -> bool:
+    """Whether to capture what can be in CUDA graphs; None is wherever there is CUDA.
 
-    Raises ConfigError where it is asked for and is not.
+    Raises ConfigError where they are asked for and there is none.
     """
-    captured = bundle is not None and isinstance(bundle.config, DSparkConfig)
     if cuda_graphs and device == "cpu":
         raise ConfigError("cuda_graphs need a CUDA device, and the device is cpu; leave them out")
-    if cuda_graphs and not captured:
+    return device != "cpu" and cuda_graphs is not False
+
+
+def tell_graphs(
+    target: HFTarget, drafter: Drafter | None, say: Callable[[str], None], *, asked: bool
+) -> None:
+    """Says what is captured in CUDA graphs and what is not, and why.
+
+    Raises ConfigError if they were asked for and there is nothing to capture.
+    """
+    captured = isinstance(drafter, CapturedDrafter)
+    if isinstance(target, CapturedTarget):
+        say(f"CUDA graphs for verification: {LIMITS}")
+    elif asked and not captured:
         raise ConfigError(
-            "cuda_graphs are for the draft of a DSpark or DFlash bundle, and this drafter is "
-            "neither; leave them out"
+            "cuda_graphs have nothing to capture: the drafter is none of DSpark's or DFlash's, and "
+            f"the target is not captured because {why_eager(target.model)}; leave them out"
         )
-    return captured and device != "cpu" and cuda_graphs is not False
+    else:
+        say(f"verification runs eagerly, without CUDA graphs: {why_eager(target.model)}")
+    if drafter is not None and not captured:
+        say("the draft runs eagerly: CUDA graphs are for DSpark's and DFlash's")
 
 
 def make_drafter(
@@ -106,7 +122,7 @@ def make_drafter(
     """Checks that a bundle fits the target, and packs it like the target.
 
     candidates: draft candidates per slot; None is what the bundle says.
-    capture: how to capture the draft of a bundle that `wants_graphs`; None runs it eagerly.
+    capture: how to capture the draft of a DSpark or DFlash bundle; None runs it eagerly.
     Raises CheckpointError for a bundle made for another target.
     """
     check_fit(bundle, loaded.binding)

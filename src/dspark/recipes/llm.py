@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from dspark.calibration.serving import Calibration, Uncalibrated
 from dspark.checkpoints.native import read_bundle
 from dspark.core.errors import ConfigError, PromptError
@@ -20,6 +22,7 @@ from dspark.recipes.bundles import (
     check_policies,
     make_drafter,
     shipped_bundle,
+    tell_graphs,
     wants_graphs,
 )
 from dspark.recipes.calibration import serving_calibration
@@ -48,8 +51,9 @@ class LLM:
     weights: kind of packed CPU weights (fp32, bf16, fp16, int8, q4); None picks what suits the
         weights and the processor.
     device: "cpu", or a CUDA device; there `weights` are bf16 (None) or fp32. Not yet run on a GPU.
-    cuda_graphs: capture the draft in CUDA graphs (`drafters.captured`); None is wherever that can
-        be, on a CUDA device with a DSpark or DFlash bundle. Not yet run on a GPU.
+    cuda_graphs: capture the draft and common steps of the target in CUDA graphs
+        (`drafters.captured`, `targets.captured`); None is wherever there is CUDA, and what cannot
+        be captured is said. Not yet run on a GPU.
     threads: CPU threads for torch; None leaves torch's own choice.
     max_requests: how many prompts decode at once; more wait.
     calibrated: use the bundle's `calibration.json`; False only to measure the head as it is.
@@ -97,7 +101,7 @@ class LLM:
         folder = bundle_folder(draft, target)
         bundle = None if folder is None else read_bundle(folder)
         draft = LOOKUP if draft == LOOKUP else folder
-        graphs = wants_graphs(cuda_graphs, device, bundle)
+        graphs = wants_graphs(cuda_graphs, device)
         check_policies([] if policy is None else [policy], target, draft, draft_length)
         self.calibration: Calibration = Uncalibrated()
         if bundle is not None and calibrated:
@@ -107,10 +111,12 @@ class LLM:
         elif recalibrate:
             raise ConfigError("recalibration needs a draft bundle, used with its calibration")
         self.bundle_folder: Path | None = None if bundle is None else bundle.path
+        capture = CudaCapture(torch.device(device)) if graphs else None
         self.loaded: LoadedTarget = load_target(
             target,
             weights=kind,
             device=device,
+            capture=capture,
             template_hash=template_hash,
             trust_remote_code=trust_remote_code,
             many_requests=many_requests,
@@ -132,8 +138,9 @@ class LLM:
             )
         else:
             self.draft_name = SHIPPED if draft == shipped_bundle() else str(draft)
-            capture = CudaCapture(self.loaded.target.device) if graphs else None
             self.drafter = make_drafter(bundle, self.loaded, capture=capture)
+        if graphs:
+            tell_graphs(self.loaded.target, self.drafter, progress.say, asked=bool(cuda_graphs))
         if draft_length is not None and self.drafter is not None:
             self.drafter = self.drafter.shortened(draft_length)
         self.policies = Policies(

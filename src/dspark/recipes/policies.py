@@ -19,7 +19,7 @@ class Policies:
 
     drafter: what `bundle` became, or prompt lookup where there is none; None drafts nothing.
     draft_length, many_requests: as in `LLM`.
-    graphs: whether the draft is captured in CUDA graphs.
+    graphs: whether what can be is captured in CUDA graphs (`wants_graphs`).
     calibrated: whether the gate starts from what the bundle's calibration says of acceptance.
     probes: verify some rounds whole, for recalibration.
     say: is told what stands in for a policy that lacks a table.

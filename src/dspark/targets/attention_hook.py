@@ -2,6 +2,10 @@
 
 transformers calls the registered function from inside every attention layer with whatever keyword
 arguments the model call carried; the step's plan and store arrive that way, so nothing is global.
+
+No function that makes masks is registered under that name. transformers then makes none, as ours
+come from the plan, and does not look for packed texts, for which it would read positions on the
+host in every step.
 """
 
 from dataclasses import dataclass
@@ -9,11 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from dspark.nn.attention import fused_serves, plain_attention, ragged_attention
 from dspark.nn.attention_plan import AttentionPlan
 from dspark.nn.kv_cache import KVStore
+from dspark.nn.padded_attention import PaddedPlan
 
 ATTENTION_NAME = "dspark_ragged"
 
@@ -22,7 +26,7 @@ ATTENTION_NAME = "dspark_ragged"
 class StepContext:
     """What attention needs of the running step; passed as the keyword argument `dspark_step`."""
 
-    plan: AttentionPlan
+    plan: AttentionPlan | PaddedPlan
     store: KVStore
 
 
@@ -45,9 +49,13 @@ def step_attention(
     plan, store = dspark_step.plan, dspark_step.store
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    store.write(layer, plan.batch.slots_N, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    store.write(layer, plan.slots_N, key[0].transpose(0, 1), value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)
-    if softcap is None and s_aux is None and fused_serves(store.shape, layer):
+    fused = softcap is None and s_aux is None and fused_serves(store.shape, layer)
+    if isinstance(plan, PaddedPlan):
+        assert fused, "such a target is not captured"
+        out = plan.attend(rows, store, layer, scale=scale, window=sliding_window)
+    elif fused:
         out = ragged_attention(rows, plan, store, layer, scale=scale, window=sliding_window)
     else:
         out = plain_attention(
@@ -57,11 +65,5 @@ def step_attention(
     return out[None], None
 
 
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Ragged attention builds its own masks from the marker tensor."""
-    return
-
-
 def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, step_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

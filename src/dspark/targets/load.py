@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dspark.core.errors import ConfigError, TargetError
 from dspark.nn.four_bit import four_bit_grid
+from dspark.nn.graphs import Capture
 from dspark.nn.linear import WeightKind, best_kind, check_kind, second_kind
 from dspark.nn.seams import Binding
+from dspark.targets.captured import CapturedTarget, why_eager
 from dspark.targets.drift import measure_drift, sample_tokens
 from dspark.targets.hf import HFTarget
 from dspark.targets.identity import embedding_hash
@@ -40,6 +42,7 @@ def load_target(
     *,
     weights: WeightKind | None = None,
     device: str = "cpu",
+    capture: Capture | None = None,
     template_hash: Callable[[Any], str | None],
     init_layers: int = 0,
     trust_remote_code: bool = False,
@@ -52,6 +55,8 @@ def load_target(
     weights: kind of packed CPU weights; None picks what suits the processor. On another device the
         layers stay transformers' own, in bf16 (None) or fp32.
     device: "cpu", or a CUDA device ("cuda", "cuda:1").
+    capture: how to capture the steps of a target that can be (`targets.captured`), off the CPU;
+        None runs them eagerly.
     many_requests: as in `LLM`; ConfigError where it does nothing.
     init_layers: how many of the last decoder layers' weights to keep in the binding, for training.
     say: receives start-up lines for people.
@@ -69,7 +74,10 @@ def load_target(
     if device != "cpu":
         say(f"device {device}: {weights or 'bf16'} weights, no promise that tokens are "
             "independent of the batch")  # fmt: skip
-        target = HFTarget(in_dtype(model, torch.float32 if weights == "fp32" else torch.bfloat16))
+        model = in_dtype(model, torch.float32 if weights == "fp32" else torch.bfloat16)
+        target = HFTarget(model)
+        if capture is not None and why_eager(model) is None:
+            target = CapturedTarget(model, capture=capture)
         check_runs(target, type(model).__name__)
         return LoadedTarget(target, binding, tokenizer, name, None)
     weights = _weight_kind(model, name, weights, say)
