@@ -75,9 +75,10 @@ def load_target(
         say(f"device {device}: {weights or 'bf16'} weights, no promise that tokens are "
             "independent of the batch")  # fmt: skip
         model = in_dtype(model, torch.float32 if weights == "fp32" else torch.bfloat16)
-        target = HFTarget(model)
         if capture is not None and why_eager(model) is None:
-            target = CapturedTarget(model, capture=capture)
+            target: HFTarget = CapturedTarget(model, capture=capture)
+        else:
+            target = HFTarget(model)
         check_runs(target, type(model).__name__)
         return LoadedTarget(target, binding, tokenizer, name, None)
     weights = _weight_kind(model, name, weights, say)
