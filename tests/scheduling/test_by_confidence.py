@@ -75,6 +75,14 @@ def test_async_decides_how_many_from_two_rounds_before() -> None:
     assert [found[t] for t in (2, 3, 4, 5, 6)] == [[3], [3], [0], [0], [3]]
 
 
+def test_async_expects_of_slots_that_were_not_drafted_what_they_bring_on_average() -> None:
+    policy = Async(linear_model(fixed=1.0, row=0.2, draft=0.0), expected_K=[0.9, 0.8])
+    short = view_of([[0.9, 0.0]], draft_length=1, max_admit_R=np.array([1]))
+    for _ in range(9):
+        assert policy.admit(short).tolist() == [1]
+    assert policy.admit(view_of([[0.9, 0.8]], draft_length=2)).tolist() == [2]
+
+
 def test_async_fills_its_rows_with_the_best_of_now() -> None:
     policy = Async(linear_model(fixed=1.0, row=0.5, draft=0.0))
     first = [[1.0, 1.0], [0.05, 0.04]]

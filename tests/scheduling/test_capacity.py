@@ -54,6 +54,22 @@ def test_a_round_without_drafts_passes_time() -> None:
     assert history.before([7]).tolist() != [[0.9, 0.8]]
 
 
+def test_slots_that_were_not_drafted_are_taken_for_average_ones_and_teach_nothing() -> None:
+    history = LaggedSurvival([0.7, 0.4, 0.3], lag=1)
+    history.record([7], [[0.9, 0.0, 0.0]], 1)
+    assert history.before([7]).tolist() == [[0.9, 0.4, 0.3]]
+    assert history.before([8])[0] == pytest.approx([0.8, 0.4, 0.3])
+    history.record([7], [[0.35, 0.2, 0.0]], 2)
+    assert history.before([7])[0] == pytest.approx([0.35, 0.2, 0.2]), "survival never rises"
+    for _ in range(30):
+        history.record([7], [[0.1, 0.0, 0.0]], 1)
+    new = history.before([8])[0]
+    assert new[0] < 0.2 and (np.diff(new) <= 0).all()
+    for _ in range(30):
+        history.record([7], [[0.9, 0.0, 0.0]], 1)
+    assert history.before([8])[0, 1:] == pytest.approx([1 / 3, 0.3])
+
+
 def test_what_is_recorded_cannot_be_changed_later() -> None:
     history = LaggedSurvival(PRIOR, lag=1)
     survival_RK = np.array([[0.9, 0.8]])

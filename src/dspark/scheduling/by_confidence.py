@@ -171,7 +171,9 @@ class Async(ByConfidence):
             max_admit_R=view.max_admit_R,
         )
         drafted = np.flatnonzero(view.max_admit_R > 0)
-        self._lagged.record([view.requests[r] for r in drafted], view.survival_RK[drafted])
+        self._lagged.record(
+            [view.requests[r] for r in drafted], view.survival_RK[drafted], view.draft_length
+        )
         return top_k_admission(view.survival_RK, capacity, max_admit_R=view.max_admit_R)
 
 

@@ -33,35 +33,51 @@ class LaggedSurvival:
         assert lag >= 1, f"lag is {lag}; capacity may not be decided from the round it decides"
         self._mean_K = as_numbers(prior_K)
         self._seen = 0
-        self._rounds: deque[tuple[dict[int, int], NumberArray]] = deque(maxlen=lag)
+        self._rounds: deque[tuple[dict[int, int], NumberArray, int]] = deque(maxlen=lag)
+        """Of each round: rows by request, their survival, the slots that were drafted."""
         self._lag = lag
 
     def before(self, requests: Sequence[int]) -> NumberArray:
         """Survival [R, K] of these requests (by id), `lag` rounds before the round to decide."""
-        survival_RK: NumberArray = np.tile(self._mean_K, (len(requests), 1))
+        survival_RK: NumberArray = np.tile(self._average_K, (len(requests), 1))
         if len(self._rounds) == self._lag:
-            rows, old_RK = self._rounds[0]
+            rows, old_RK, _ = self._rounds[0]
             found = [(r, rows[request]) for r, request in enumerate(requests) if request in rows]
             if found:
                 here, there = zip(*found, strict=True)
                 survival_RK[[*here]] = old_RK[[*there]]
         return survival_RK
 
-    def record(self, requests: Sequence[int], survival_RK: npt.ArrayLike) -> None:
+    @property
+    def _average_K(self) -> NumberArray:
+        """Means of slots that were drafted in unlike rounds may rise, survival never does."""
+        average_K: NumberArray = np.minimum.accumulate(self._mean_K)
+        return average_K
+
+    def record(
+        self, requests: Sequence[int], survival_RK: npt.ArrayLike, length: int | None = None
+    ) -> None:
         """Keeps the survival [R, K] of the requests that drafted in a round.
 
         Once a round, after its capacity is decided; a round without any draft has no requests.
+        length: slots that were drafted; None is all. Of the others nothing was learned: they are
+        taken for average ones, which never outlive the last that was drafted.
         """
         survival = as_numbers(survival_RK).copy()
+        length = length or survival.shape[1]
+        survival[:, length:] = np.minimum(
+            self._average_K[length:], survival[:, length - 1 : length]
+        )
         # Keyed by request, not by batch slot: a new request never inherits another's survival.
         rows = {request: row for row, request in enumerate(requests)}
         assert len(rows) == len(survival)
-        self._rounds.append((rows, survival))
+        self._rounds.append((rows, survival, length))
         if len(self._rounds) == self._lag:
-            old_RK = self._rounds[0][1]  # old enough from the next round on
+            _, old_RK, drafted = self._rounds[0]  # old enough from the next round on
             count = len(old_RK)
             self._seen = min(self._seen + count, max(_ROUNDS_IN_MEAN, count))
             change_K = old_RK.sum(axis=0) - count * self._mean_K
+            change_K[drafted:] = 0
             self._mean_K = self._mean_K + change_K / (self._seen + 1)
 
 

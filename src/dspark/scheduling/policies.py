@@ -44,7 +44,8 @@ class RoundView:
     """Slots of the round's draft; None: a whole block, or not drafted yet."""
     survival_RK: FloatArray | None = None
     """Survival of the calibrated confidence; None before drafting and without a confidence head.
-    Rows of requests without a draft hold zeros."""
+    Rows of requests without a draft, and slots behind `draft_length`, mean nothing: `max_admit_R`
+    leaves them out."""
 
     def __post_init__(self) -> None:
         count = len(self.requests)
