@@ -20,11 +20,13 @@ from typing import Any
 
 from common import finish, parser, setup
 
-from dspark.core.errors import ConfigError, MissingExtraError
+from dspark.core.errors import ConfigError
 from dspark.core.sampling import SamplingParams
+from dspark.evaluation.figures import check_figure, save_figure
 from dspark.recipes.bench import Bench, bench
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import gather_prompts
+from dspark.recipes.values import check_file
 
 CONCURRENCIES = [1, 2, 4, 8, 16, 32]
 
@@ -68,10 +70,9 @@ def print_report(result: Bench, *, modelled: bool = False) -> None:
 
 def draw(result: Bench, path: Path) -> None:
     """Verification budget per request against load."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots") from None
+    check_figure(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name in dict.fromkeys(row.policy for row in result.rows):
@@ -86,7 +87,7 @@ def draw(result: Bench, path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set(xlabel="requests in flight", ylabel="verified rows per request and round")
     axes.legend(fontsize="x-small", ncols=2)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -98,6 +99,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options.add_argument("--coupled", action="store_true", help="coupled verification, and global")
     options.add_argument("--plot", type=Path, help="draw figure 8 into this file")
     args = options.parse_args(argv)
+    if args.plot is not None:
+        check_file(args.plot, figure=True)
     progress = Progress()
     llm, _ = setup(args, progress)
     if llm.drafter is None:

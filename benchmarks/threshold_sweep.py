@@ -13,12 +13,14 @@ from typing import Any
 
 from common import DOMAINS, finish, parser, setup
 
-from dspark.core.errors import ConfigError, MissingExtraError
+from dspark.core.errors import ConfigError
 from dspark.core.records import RoundRecord
 from dspark.core.sampling import SamplingParams
 from dspark.evaluation.acceptance import measure_acceptance
+from dspark.evaluation.figures import check_figure, save_figure
 from dspark.recipes.closed_loop import closed_loop
 from dspark.recipes.progress import Progress
+from dspark.recipes.values import check_file
 
 THRESHOLDS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 
@@ -39,10 +41,9 @@ def row_of(rounds: list[RoundRecord]) -> Row:
 
 def draw(rows: dict[str, dict[str, Row]], path: Path) -> None:
     """Bars: tokens a round, rejected ones hatched; line: acceptance rate. A panel a domain."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots") from None
+    check_figure(path)
+    from matplotlib.figure import Figure
+
     domains = [*next(iter(rows.values()))]
     figure = Figure(figsize=(4 * len(domains), 3.2), layout="constrained")
     for axes, domain in zip(
@@ -62,7 +63,7 @@ def draw(rows: dict[str, dict[str, Row]], path: Path) -> None:
         rate = axes.twinx()
         rate.plot(places, [row["rate"] for row in own], color="tab:red", marker="o")
         rate.set_ylim(0, 1)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -71,6 +72,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options.add_argument("--temperature", type=float, default=1.0)
     options.add_argument("--plot", type=Path, help="draw figure 5 into this file")
     args = options.parse_args(argv)
+    if args.plot is not None:
+        check_file(args.plot, figure=True)
     progress = Progress()
     llm, jobs = setup(args, progress)
     if llm.drafter is None:

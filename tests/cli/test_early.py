@@ -123,11 +123,31 @@ def test_what_this_drafter_cannot_do_is_told_before_the_target_is_loaded(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("--plot sps.txt", "must end in .png"),
+        ("--plot none/sps.png", "cannot write none/sps.png: give a file in a folder that exists"),
+        ("--format sglang --output none/sps.json", "cannot write none/sps.json"),
+        ("--format sglang", "--format and --output go together"),
+    ],
+)
+def test_files_that_profile_could_not_write_are_told_before_it_measures(
+    options: str, message: str, nothing_is_loaded: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(build_app(COMMANDS), ["profile", *options.split()])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2, captured.err
+    assert message in captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ("--draft lookup", "there is no drafter to calibrate; give a bundle with --draft"),
         ("--target nowhere", "there is no drafter to calibrate; give a bundle with --draft"),
         ("--draft=", "draft is an empty name"),
         ("--plot curves.txt", "must end in .png"),
         ("--plot .", "must end in .png"),
+        ("--plot none/curves.png", "cannot write none/curves.png: give a file in a folder"),
         ("--format sglang --output .", "cannot write .: give a file in a folder that exists"),
     ],
 )

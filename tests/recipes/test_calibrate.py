@@ -18,7 +18,7 @@ from dspark.core.errors import CheckpointError, ConfigError, DataError
 from dspark.core.sampling import SamplingParams
 from dspark.data.prompts import read_prompts
 from dspark.recipes.calibrate import calibrate, check_files
-from dspark.recipes.calibrate_result import draw, export_file
+from dspark.recipes.calibrate_result import draw, export_file, remarks_on
 from dspark.recipes.calibrate_rounds import split_halves
 from dspark.recipes.calibration import (
     candidate_set,
@@ -243,6 +243,20 @@ def test_few_rounds_are_said(result):
     assert "few: a perfect predictor would show an ECE of" in result.remarks[0]
 
 
+def test_what_a_fit_could_not_go_beyond_is_said(result):
+    inner = {"temperature": 2.0, "temperature_alone": 2.0, "offset": 0.5, "entropy_weight": -0.5}
+    positions = [dataclasses.replace(own, **inner) for own in result.positions]
+    assert not any("at the edge" in line for line in remarks_on(positions))
+    for name, value, said in (
+        ("temperature", 10.0, "the temperature of positions [2] is at the edge of what is tried"),
+        ("temperature_alone", 0.1, "the temperature alone of positions [2] is at the edge"),
+        ("offset", -5.0, "the offset of positions [2] is at the edge of what is tried, -5 to 5"),
+        ("entropy_weight", 5.0, "the entropy weight of positions [2] is at the edge"),
+    ):
+        edge = [positions[0], dataclasses.replace(positions[1], **{name: value}), *positions[2:]]
+        assert [line for line in remarks_on(edge) if said in line], name
+
+
 def test_the_candidate_set_is_what_a_slot_may_propose(folder):
     bundle = read_bundle(folder / "draft")
     assert candidate_set(bundle) == CandidateSet(256, 264)
@@ -257,8 +271,8 @@ def test_other_engines_files_and_the_diagram(result, tmp_path):
     draw(result, tmp_path / "reliability.svg")
     drawn = (tmp_path / "reliability.svg").read_text()
     assert drawn.count('id="axes_') == BLOCK
-    with pytest.raises(DataError, match=r"cannot draw .*\.x"):
-        draw(result, tmp_path / "a.x")
+    with pytest.raises(DataError, match=r"cannot draw .*a\.svg"):
+        draw(result, tmp_path / "none" / "a.svg")
 
 
 def test_a_bundle_with_calibrations_is_still_replaced_whole(result, folder, tmp_path):
@@ -280,8 +294,12 @@ def test_files_that_could_not_be_written_are_refused_first(tmp_path):
         check_files("sglanf", None, None)
     with pytest.raises(ConfigError, match="--output is where --format writes"):
         check_files(None, tmp_path / "x.json", None)
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="a folder that exists"):
         check_files(None, None, tmp_path / "none" / "x.png")
+    with pytest.raises(ConfigError, match=r"end in \.png, \.svg, \.pdf"):
+        check_files(None, None, tmp_path / "x.txt")
+    with pytest.raises(ConfigError, match="a folder that exists"):
+        check_files("sglang", tmp_path, None)
 
 
 def test_recalibration_is_off_unless_asked_for_and_probes(folder, result, tmp_path):

@@ -18,7 +18,7 @@ from dspark.recipes.bench import bench
 from dspark.recipes.cost_tables import find_table, table_path, why_none
 from dspark.recipes.llm import LLM
 from dspark.recipes.policies import Policies
-from dspark.recipes.profile import ProfileConfig, ProfileResult, check_file, draw, export, profile
+from dspark.recipes.profile import ProfileConfig, ProfileResult, draw, export, profile
 from tests.recipes.tiny import BLOCK, write_all
 
 SMALL = ProfileConfig(max_requests=4, contexts=(20, 60), repeats=2)
@@ -257,8 +257,6 @@ def test_exports_and_the_picture(measured: ProfileResult, tmp_path: Path) -> Non
     assert (tmp_path / "sps.svg").read_text().count("requests") >= 3
     with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
         draw(measured, tmp_path / "sps.txt")
-    with pytest.raises(ConfigError, match="folder that exists"):
-        check_file(tmp_path / "none" / "sps.json")
 
 
 def test_bad_input(folder: Path) -> None:

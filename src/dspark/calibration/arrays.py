@@ -5,12 +5,9 @@ Shape legend:
     N  rounds of a sample         P  prompts of a sample
 """
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-Array = npt.NDArray[Any]

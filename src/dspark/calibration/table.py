@@ -156,7 +156,7 @@ def _listed(value: Any) -> Any:
 def _parse(document: Any) -> CalibrationTable:
     version = document.get("format_version") if isinstance(document, dict) else None
     if type(version) is not int or version not in (FORMAT_VERSION, _WITHOUT_ENTROPY):
-        raise ValueError(f"format_version must be {FORMAT_VERSION}")
+        raise ValueError(f"format_version must be {FORMAT_VERSION} or {_WITHOUT_ENTROPY}")
     block_size, weights = document["block_size"], document["weights_sha256"]
     if type(block_size) is not int or block_size < 1 or not isinstance(weights, str):
         raise ValueError("block_size must be a positive integer and weights_sha256 a string")

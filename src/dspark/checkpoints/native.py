@@ -34,7 +34,6 @@ _REPLACEABLE = {
     CONFIG, WEIGHTS, DRAFT_TOKENS, CARD, "calibration.json", "calibration.sglang.json",
     "calibration.tensorrt-llm.json", "cost_table.json",
 }  # fmt: skip
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def write_bundle(

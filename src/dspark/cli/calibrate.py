@@ -83,10 +83,8 @@ def calibrate(
     from dspark.recipes.calibrate import calibrate as run_calibration
     from dspark.recipes.calibrate_result import draw, export_file
     from dspark.recipes.llm import LLM
-    from dspark.recipes.profile import check_file, check_plots
     from dspark.recipes.progress import Progress
     from dspark.recipes.prompt_sets import gather_prompts
-    from dspark.recipes.values import format_value
 
     sampling = sampling_params(
         temperature=temperature,
@@ -96,11 +94,7 @@ def calibrate(
         max_new_tokens=max_new_tokens,
         verification=verification,
     )
-    check_files(format_value(form), output, plot)
-    if output is not None:
-        check_file(output)
-    if plot is not None:
-        check_plots(plot)
+    check_files(form, output, plot)
     calibratable(bundle_folder(draft, target))
     progress = Progress()
     chosen = gather_prompts(prompts, split=split, limit=limit, say=progress.say)

@@ -29,7 +29,7 @@ DraftLength = Annotated[
     int | None,
     typer.Option(
         help="Draft at most so many tokens a round. Default: the drafter's whole block; N with "
-        "policy fixed:N.",
+        "policy fixed:N; with early, async, marginal and global as many of it as pay.",
         show_default=False,
     ),
 ]

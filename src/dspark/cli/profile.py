@@ -58,10 +58,10 @@ def profile(
     """Measure what steps cost here, for the policies that weigh it; takes minutes."""
     from dspark.core.errors import ConfigError
     from dspark.recipes.llm import LLM
-    from dspark.recipes.profile import ProfileConfig, check_file, check_plots, draw, export
+    from dspark.recipes.profile import ProfileConfig, draw, export
     from dspark.recipes.profile import profile as run
     from dspark.recipes.progress import Progress
-    from dspark.recipes.values import format_value
+    from dspark.recipes.values import check_file, format_value
 
     config = ProfileConfig(
         max_requests=max_requests,
@@ -74,7 +74,7 @@ def profile(
     if output is not None:
         check_file(output)
     if plot is not None:
-        check_plots(plot)
+        check_file(plot, figure=True)
     progress = Progress()
     llm = LLM(
         target,

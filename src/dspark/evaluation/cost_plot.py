@@ -3,27 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from dspark.core.errors import ConfigError, MissingExtraError
+from dspark.evaluation.figures import check_figure, save_figure
 
 Point = tuple[int, int, float]
 """Requests, batch tokens, steps per second."""
 
-_SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def check_plots(path: Path) -> None:
-    """Raises, before any work, for a file that could not be drawn."""
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"cannot draw {path.name!r}; the file must end in {', '.join(_SUFFIXES)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots") from None
-
 
 def plot_sps(path: Path, measured: Sequence[Point], fitted: Sequence[Point]) -> None:
-    """Dots are medians, lines the fit; a colour a count of requests."""
-    check_plots(path)
+    """Dots are medians, lines the fit; a colour a count of requests. Raises as
+    `figures.check_figure` and `save_figure` do."""
+    check_figure(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -40,4 +29,4 @@ def plot_sps(path: Path, measured: Sequence[Point], fitted: Sequence[Point]) -> 
     axes.set(xlabel="tokens in the batch, B", ylabel="steps per second, draft included")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
-    figure.savefig(path)
+    save_figure(figure, path)

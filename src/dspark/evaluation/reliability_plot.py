@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dspark.calibration.curves import ReliabilityCurve
-from dspark.core.errors import DataError, MissingExtraError
+from dspark.evaluation.figures import check_figure, save_figure
 
 
 def plot_reliability(
     panels: Sequence[tuple[str, ReliabilityCurve, ReliabilityCurve]], path: Path
 ) -> None:
     """Draws title, curve before and curve after calibration of every panel into `path`, whose
-    ending says the format. MissingExtraError without matplotlib, DataError where it cannot write.
+    ending says the format. Raises as `figures.check_figure` and `save_figure` do.
     """
-    check_plots()
+    check_figure(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.0 * len(panels), 3.4), layout="constrained")
@@ -29,15 +29,4 @@ def plot_reliability(
         axis.title.set_fontsize(9)
     axes[0].set_ylabel("share accepted")
     axes[0].legend(loc="upper left", fontsize=8)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
-        raise DataError(f"cannot draw {path}: {error}") from error
-
-
-def check_plots() -> None:
-    """MissingExtraError when there is nothing to draw with: known before the long work."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots") from None
+    save_figure(figure, path)

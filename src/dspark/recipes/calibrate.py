@@ -1,6 +1,5 @@
 """`dspark calibrate`: a scaling of confidences from full-length rounds, and what it is worth."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,10 +20,8 @@ from dspark.calibration.table import (
 from dspark.checkpoints.bundle import Bundle
 from dspark.checkpoints.native import WEIGHTS, read_bundle
 from dspark.core.errors import CheckpointError, ConfigError, DataError
-from dspark.core.exports import FORMATS
 from dspark.core.sampling import SamplingParams
 from dspark.data.prompts import Prompt
-from dspark.evaluation.reliability_plot import check_plots
 from dspark.recipes.calibrate_result import CalibrationResult, curves_of, remarks_on
 from dspark.recipes.calibrate_rounds import collect, data_sha256, split_halves
 from dspark.recipes.calibration import candidate_set, read_calibration
@@ -33,6 +30,7 @@ from dspark.recipes.one_process import one_process
 from dspark.recipes.progress import Progress
 from dspark.recipes.prompt_sets import make_jobs
 from dspark.recipes.round_file import RoundFile
+from dspark.recipes.values import check_file, format_value
 
 
 def calibratable(folder: Path | None) -> Bundle:
@@ -121,20 +119,16 @@ def calibrate(
 
 def check_files(form: str | None, output: Path | None, plot: Path | None) -> None:
     """Raises, before the long work, for what could not be written after it."""
-    if form is not None and form not in FORMATS:
-        near = difflib.get_close_matches(form, FORMATS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"format is {form!r}; it must be {' or '.join(FORMATS)}{hint}")
+    format_value(form)
     if output is not None and form is None:
         raise ConfigError(
             "--output is where --format writes; give --format, or leave it out: calibration.json "
             "goes into the bundle"
         )
-    for file in (output, plot):
-        if file is not None and not writable(file):
-            raise ConfigError(f"cannot write {file}: there is no such folder, or it is read-only")
+    if output is not None:
+        check_file(output)
     if plot is not None:
-        check_plots()
+        check_file(plot, figure=True)
 
 
 def _table(bundle: Bundle, weights_sha256: str, say: Callable[[str], None]) -> CalibrationTable:

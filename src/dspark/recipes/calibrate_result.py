@@ -14,9 +14,23 @@ from dspark.calibration.curves import ReliabilityCurve, reliability_curve
 from dspark.calibration.export import export
 from dspark.calibration.report import PositionReport
 from dspark.calibration.samples import Rounds
-from dspark.calibration.scaling import FEW_ROUNDS, GRID, survival
+from dspark.calibration.scaling import (
+    FEW_ROUNDS,
+    GRID,
+    MOST_ENTROPY_WEIGHT,
+    MOST_OFFSET,
+    survival,
+)
 from dspark.calibration.table import Entry
 from dspark.evaluation.reliability_plot import plot_reliability
+
+_BOUNDS = {
+    "temperature": ("temperature", GRID[0], GRID[-1]),
+    "offset": ("offset", -MOST_OFFSET, MOST_OFFSET),
+    "entropy_weight": ("entropy weight", -MOST_ENTROPY_WEIGHT, MOST_ENTROPY_WEIGHT),
+    "temperature_alone": ("temperature alone", GRID[0], GRID[-1]),
+}
+"""By the name in `PositionReport`: how people call it, and the bounds of its fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,13 +113,12 @@ def remarks_on(positions: Sequence[PositionReport]) -> tuple[str, ...]:
             f"predictor would show an ECE of {least.ece_floor:.1%} there; more prompts, --samples "
             "or --max-new-tokens narrow it"
         )
-    ends = [GRID[0], GRID[-1]]
-    for name in ("temperature", "temperature_alone"):
-        edges = [p.position for p in positions if np.isclose(getattr(p, name), ends).any()]
+    for name, (what, low, high) in _BOUNDS.items():
+        edges = [p.position for p in positions if np.isclose(getattr(p, name), [low, high]).any()]
         if edges:
             remarks.append(
-                f"{name} of positions {edges} is at the edge of what is tried, {GRID[0]:g} to "
-                f"{GRID[-1]:g}: the head says little there, or the sample is small"
+                f"the {what} of positions {edges} is at the edge of what is tried, {low:g} to "
+                f"{high:g}: the head says little there, or the sample is small"
             )
     constant = [p.position for p in positions if p.auc is None]
     if constant:

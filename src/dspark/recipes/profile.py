@@ -11,7 +11,7 @@ import numpy as np
 from dspark.core.errors import ConfigError
 from dspark.engine.profiler import CaptureCell, ProfileConfig, passes
 from dspark.engine.profiler import profile as measure
-from dspark.evaluation.cost_plot import Point, check_plots, plot_sps
+from dspark.evaluation.cost_plot import Point, plot_sps
 from dspark.recipes.cost_tables import save_table, why_none
 from dspark.recipes.device import clock_of
 from dspark.recipes.llm import LLM
@@ -20,7 +20,7 @@ from dspark.scheduling.exports import export_table
 from dspark.scheduling.fit import Fit
 from dspark.scheduling.table import CostTable
 
-__all__ = ["ProfileConfig", "ProfileResult", "check_plots", "draw", "export", "profile"]
+__all__ = ["ProfileConfig", "ProfileResult", "draw", "export", "profile"]
 
 
 class WholeBlock(NamedTuple):
@@ -155,11 +155,5 @@ def export(result: ProfileResult, form: str, file: Path) -> None:
 
 
 def draw(result: ProfileResult, file: Path) -> None:
-    """SPS(B) as a picture. Raises MissingExtraError without matplotlib."""
+    """SPS(B) as a picture. Raises as `plot_sps` does."""
     plot_sps(file, result.measured_sps(), result.fitted_sps())
-
-
-def check_file(file: Path) -> None:
-    """Raises ConfigError, before the long work, where a file cannot be written."""
-    if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(f"cannot write {file}: give a file in a folder that exists")

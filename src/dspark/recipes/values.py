@@ -12,6 +12,7 @@ from dspark.core.exports import FORMATS
 from dspark.core.guided import Guided
 from dspark.core.sampling import RULES, VerificationRule
 from dspark.data.endpoint import EndpointConfig
+from dspark.evaluation.figures import check_figure
 from dspark.nn.linear import KINDS, WeightKind
 from dspark.scheduling.parse import check_form
 from dspark.training.config import FEATURE_MODES, FeatureMode
@@ -85,6 +86,17 @@ def format_value(text: str | None) -> str | None:
 
 def features_value(text: str) -> FeatureMode:
     return cast(FeatureMode, _one_of("features", text, FEATURE_MODES))
+
+
+def check_file(file: Path, *, figure: bool = False) -> None:
+    """Before the long work: ConfigError where a file cannot be written, and for a figure also what
+    `check_figure` raises."""
+    if figure:
+        check_figure(file)
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ConfigError(
+            f"cannot write {file}: give a file in a folder that exists and can be written to"
+        )
 
 
 def set_threads(threads: int | None) -> None:
