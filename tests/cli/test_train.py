@@ -35,6 +35,9 @@ def test_prompts_to_bundle_to_text(tmp_path: Path, capsys: pytest.CaptureFixture
     # A target of two layers has no room for five taps, which is told before it writes responses.
     assert dspark(*command) == 2
     assert "--taps" in capsys.readouterr().err
+    # Nor has a context of 256 tokens for answers of as many.
+    assert dspark(*command, "--taps", "1", "--max-new-tokens", "256") == 2
+    assert "has to hold a prompt as well" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     command += ["--taps", "1"]
     assert dspark(*command) == 0

@@ -19,7 +19,7 @@ from dspark.recipes.llm import LLM
 from dspark.recipes.one_process import one_process
 from dspark.recipes.plan import Plan, Work, make_plan
 from dspark.recipes.progress import Progress
-from dspark.recipes.regenerate import RegenerateConfig, regenerate, unanswered
+from dspark.recipes.regenerate import RegenerateConfig, longest_prompt, regenerate, unanswered
 from dspark.recipes.synthesize import SynthesizeConfig, synthesize
 from dspark.recipes.train import (
     TrainJob,
@@ -156,6 +156,8 @@ def _train(
         init_layers=run.job.shape.layers_to_start,
         say=progress.say,
     )
+    if run.generate and not run.given_answers:
+        longest_prompt(loaded.target.max_context, run.responses)  # told before prompts are written
     model = starting_model(loaded, run.job)
     given = _given(run, loaded, prompts, progress) if run.given_answers else None
     plan = None

@@ -43,6 +43,17 @@ class RegenerateConfig:
             SamplingParams(temperature=temperature, seed=self.seed)
 
 
+def longest_prompt(context: int, config: RegenerateConfig) -> int:
+    """Tokens of the longest prompt that is answered; ConfigError where there is room for none."""
+    longest = min(config.max_prompt_tokens, context - config.max_new_tokens)
+    if longest < 1:
+        raise ConfigError(
+            f"max_new_tokens is {config.max_new_tokens}, and the target's context of {context} "
+            "tokens has to hold a prompt as well; ask for fewer (--max-new-tokens)"
+        )
+    return longest
+
+
 def regenerate(
     loaded: LoadedTarget,
     prompts: Iterable[Prompt],
@@ -58,13 +69,7 @@ def regenerate(
     Each response's seed is derived from (config.seed, file, line, sample). So a response does not
     depend on its batch or on earlier runs, but for the rounding of the target's forward.
     """
-    context = loaded.target.max_context
-    longest = min(config.max_prompt_tokens, context - config.max_new_tokens)
-    if longest < 1:
-        raise ConfigError(
-            f"max_new_tokens is {config.max_new_tokens}, and the target's context of {context} "
-            f"tokens has to hold a prompt as well; ask for fewer"
-        )
+    longest = longest_prompt(loaded.target.max_context, config)
     engine = answering_engine(loaded, config.max_requests, page_size)
     jobs: dict[int, tuple[Question, SamplingParams, list[int]]] = {}
     too_long = 0
