@@ -103,6 +103,12 @@ def test_noise_start_repeats_with_its_generator() -> None:
     assert not a["confidence_head.proj.bias"].any()
 
 
+def test_a_norm_without_a_place_is_refused_by_name() -> None:
+    odd = target_layer(2) | {"post_mlp_layernorm.weight": torch.ones(24)}
+    with pytest.raises(ConfigError, match=r"post_mlp_layernorm.weight.*--from-noise"):
+        started(target_layer(1), odd)
+
+
 class Tokenizer:
     mask_token_id = 3
 

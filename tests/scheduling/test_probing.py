@@ -1,4 +1,4 @@
-"""Probes verify whole rounds, chosen by request and round number alone."""
+"""Probes verify whole rounds, chosen by the step's number alone."""
 
 from dataclasses import replace
 
@@ -10,36 +10,36 @@ from dspark.scheduling.probing import Probing
 K = 7
 
 
-def view(requests, rounds, limits, survival=None):
+def view(step, limits, survival=None):
     return RoundView(
-        step=0, requests=tuple(requests), rounds=tuple(rounds), block_size=K, prefill_tokens=0,
-        max_admit_R=np.array(limits), context_R=np.zeros(len(limits), dtype=np.int64),
-        survival_RK=survival,
+        step=step, requests=tuple(range(len(limits))), rounds=(step,) * len(limits), block_size=K,
+        prefill_tokens=0, max_admit_R=np.array(limits), survival_RK=survival,
+        context_R=np.zeros(len(limits), dtype=np.int64),
     )  # fmt: skip
 
 
 def test_a_probe_verifies_all_that_was_drafted_and_other_rounds_what_the_policy_says():
     policy = Probing(FixedLength(2), every=10)
-    lengths = policy.admit(view([0, 1, 2, 8], [5, 9, 9, 2], [7, 7, 7, 3]))
-    assert lengths.tolist() == [2, 7, 2, 3]
+    assert policy.admit(view(19, [7, 7, 3, 0])).tolist() == [7, 7, 3, 0]
+    assert policy.admit(view(20, [7, 7, 3, 0])).tolist() == [2, 2, 2, 0]
 
 
-def test_a_request_without_a_draft_is_not_probed():
-    assert Probing(FixedLength(2), every=1).admit(view([0], [0], [0])).tolist() == [0]
+def test_whole_blocks_are_drafted_for_probes_and_only_for_them():
+    class Short(FixedLength):
+        def draft_length(self, view):
+            return 2
 
-
-def test_each_request_is_probed_once_in_so_many_rounds_and_not_all_at_once():
-    policy = Probing(FixedLength(1), every=20)
-    probed = np.array([policy.admit(view(range(8), [n] * 8, [K] * 8)) == K for n in range(100)])
-    assert (probed.sum(0) == 5).all()
-    assert probed.sum(1).max() == 1
+    policy = Probing(Short(2), every=20)
+    lengths = [policy.draft_length(view(step, [K] * 8)) for step in range(100)]
+    assert lengths.count(K) == 5 and lengths.count(2) == 95
 
 
 def test_values_have_no_say():
     policy = Probing(FixedLength(2), every=3)
-    base = view(range(9), range(9), [K] * 9, np.full((9, K), 0.5))
-    other = replace(base, survival_RK=np.random.default_rng(0).random((9, K)))
-    assert policy.admit(base).tolist() == policy.admit(other).tolist()
+    for step in range(6):
+        base = view(step, [K] * 9, np.full((9, K), 0.5))
+        other = replace(base, survival_RK=np.random.default_rng(0).random((9, K)))
+        assert policy.admit(base).tolist() == policy.admit(other).tolist()
 
 
 def test_it_passes_for_the_policy_it_probes_for():

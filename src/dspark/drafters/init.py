@@ -17,6 +17,10 @@ _MATRICES = (
 
 _READ_BY_ATTENTION = _MATRICES[:3]
 
+_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "norm",
+)  # fmt: skip
+
 
 @torch.no_grad()
 def initialise_from_target(model: DraftModel, binding: Binding, generator: torch.Generator) -> None:
@@ -65,6 +69,12 @@ def _layers(model: DraftModel) -> list[DraftLayer | ChainLayer]:
 
 def _start_layer(layer: DraftLayer | ChainLayer, source: dict[str, Tensor], where: str) -> None:
     D = len(layer.input_layernorm.weight)
+    for name in source:
+        if name.endswith("norm.weight") and name.removesuffix(".weight") not in _NORMS:
+            raise ConfigError(
+                f"{where} has a {name}, which a draft layer has no place for: no drafter can start "
+                f"from this target's layers; start from noise (--from-noise)"
+            )
     for name in _MATRICES:
         weight: Tensor = layer.get_parameter(f"{name}.weight")
         if name in _READ_BY_ATTENTION:

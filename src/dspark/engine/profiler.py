@@ -111,7 +111,7 @@ def profile(
     if longest > target.max_context:
         raise ConfigError(
             f"a context of {max(config.contexts)} tokens and two blocks do not fit the target's "
-            f"{target.max_context}; give shorter contexts"
+            f"{target.max_context}; give shorter ones (dspark profile --context)"
         )
     cells = shapes(config, drafter.block_size)
     groups = {

@@ -1,22 +1,20 @@
 """Rounds that are verified whole, so that recalibration sees what a policy would not verify."""
 
-import numpy as np
-
 from dspark.core.records import StepRecord
 from dspark.core.sampling import VerificationRule
 from dspark.scheduling.arrays import BoolArray, IntArray
 from dspark.scheduling.policies import Policy, RoundView
 
 EVERY = 100
-"""Rounds between two probes of a request: under 1% of rounds, a few percent of draft tokens."""
+"""Steps between two probes: 1% of rounds, a few percent of draft tokens."""
 
 
 class Probing:
-    """Another policy, but each request's every so manieth round verifies all that was drafted.
+    """Another policy, but every so manieth step drafts whole blocks and verifies them whole.
 
-    Which rounds those are follows from request and round number alone, so no draft, confidence or
-    outcome has a say (law 2), and what probes find is of all rounds alike. Requests probe at
-    different steps.
+    Which steps those are follows from their number alone, so no draft, confidence or outcome has a
+    say (law 2), and what probes find is of all rounds alike. All requests probe in the same step: a
+    block is drafted for all of them together, and is as long as the longest.
     """
 
     def __init__(self, policy: Policy, *, every: int = EVERY) -> None:
@@ -49,17 +47,14 @@ class Probing:
 
     def draft_length(self, view: RoundView) -> int:
         length = self.policy.draft_length(view)
-        return view.block_size if self._probed(view).any() else length
+        return view.block_size if self._probes(view) else length
 
     def admit(self, view: RoundView) -> IntArray:
         lengths = self.policy.admit(view)
-        probed: IntArray = np.where(self._probed(view), view.max_admit_R, lengths)
-        return probed
+        return view.max_admit_R if self._probes(view) else lengths
 
-    def _probed(self, view: RoundView) -> BoolArray:
-        keys = np.array(view.requests, dtype=np.int64) + np.array(view.rounds, dtype=np.int64)
-        probed: BoolArray = keys % self.every == 0
-        return probed
+    def _probes(self, view: RoundView) -> bool:
+        return view.step % self.every == self.every - 1
 
     def observe(self, record: StepRecord) -> None:
         self.policy.observe(record)
