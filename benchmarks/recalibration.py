@@ -42,8 +42,7 @@ def main() -> dict[str, Any]:
     with args.rounds.open() as file:
         settings = json.loads(file.readline())
     settings.pop("format")
-    texts = RoundFile(args.rounds, settings).texts
-    block = len(next(row[2] for rows in texts.values() for row in rows))
+    texts, block = RoundFile(args.rounds, settings).texts, settings["block_size"]
 
     fitted = rounds_of({k: rows for k, rows in texts.items() if k[0] in args.fit}, block)
     check_enough(fitted)

@@ -102,7 +102,7 @@ def test_a_calibration_of_another_drafter_is_refused(path, arguments, message):
         (lambda d: d["conditions"][0].pop("entropy_weights"), "entropy_weights"),
         (lambda d: d["conditions"][0].update(entropy_weights=[0.0]), "weights must hold 3 numbers"),
         (lambda d: d["conditions"][0].update(entropy_weights=[0, 0, math.inf]), "finite"),
-        (lambda d: d.update(block_size="3"), "block_size must be a positive integer"),
+        (lambda d: d.update(block_size="3"), "block_size must be a whole number"),
         (lambda d: d.update(conditions=[]), "at least one entry"),
         (lambda d: d.pop("weights_sha256"), "weights_sha256"),
         (lambda d: d["conditions"].append(d["conditions"][0]), "is there twice"),

@@ -22,10 +22,16 @@ class InTurns(FixedLength):
 
     length: int = BLOCK
     asked: list = field(default_factory=list)
+    seen: list = field(default_factory=list)
 
     def draft_length(self, view):
         self.asked.append(1 + view.step % BLOCK)
         return self.asked[-1]
+
+    def admit(self, view):
+        assert view.draft_length in (None, 1 + view.step % BLOCK)
+        self.seen.append(view.draft_length)
+        return FixedLength.admit(self, view)
 
     def fresh(self):
         return self
@@ -43,6 +49,7 @@ def test_tokens_are_the_same_and_proposals_as_many_as_asked_for(name):
     result = collect(engine, [engine.add(p, s) for p, s in zip(PROMPTS, params, strict=False)])
     assert result.tokens == run(PROMPTS[:3], params).tokens
     assert set(policy.asked) == {*range(1, BLOCK + 1)}
+    assert {*range(1, BLOCK)} <= set(policy.seen), "None stands for a whole block"
     for step in engine.records:
         for record in step.rounds:
             assert record.proposed in (0, 1 + step.step % BLOCK)

@@ -1,6 +1,7 @@
 """What goes wrong in one request ends it with an error event; no other notices."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from dspark.core.errors import DSparkError
 from dspark.core.guided import Guided
 from dspark.core.sampling import SamplingParams
 from dspark.engine import commit
+from dspark.engine.constraints import sound_draft
 from dspark.engine.engine import Engine
+from dspark.nn.seams import DraftBlock
 from dspark.scheduling.policies import FixedLength
 from tests.engine.setup import BLOCK, GREEDY, PROMPTS, drafter, engine_of, plain_greedy, target
 
@@ -99,6 +102,24 @@ def test_a_draft_that_is_not_finite(part, monkeypatch):
         monkeypatch.setattr(own, "_confidence", None)
     sampled = SamplingParams(max_new_tokens=14, ignore_eos=True)
     check(engine, "drafter's probabilities are not finite", {WRONG: sampled}, tokens=1)
+
+
+@pytest.mark.parametrize("part", ["probs_RKC", "confidence_RK", "entropy_RK"])
+def test_any_number_of_a_draft_that_is_none_fails_its_request_alone(part):
+    block = DraftBlock(
+        tokens_RK=torch.zeros(2, 2, dtype=torch.int64),
+        candidates_RKC=torch.zeros(2, 2, 1, dtype=torch.int64),
+        probs_RKC=torch.ones(2, 2, 1, dtype=torch.float64),
+        confidence_RK=torch.zeros(2, 2),
+        entropy_RK=torch.zeros(2, 2),
+    )
+    states = [SimpleNamespace(error=None), SimpleNamespace(error=None)]
+    assert sound_draft(block, states) is block
+    values = getattr(block, part).clone()
+    values[1, 1] = float("nan")
+    sound = sound_draft(replace(block, **{part: values}), states)
+    assert states[0].error is None and "not finite" in str(states[1].error)
+    assert torch.isfinite(getattr(sound, part)).all()
 
 
 def test_a_detokeniser_that_raises():

@@ -101,6 +101,25 @@ def test_rounds_verify_whole_blocks_but_for_the_end_of_a_text(run, result):
         assert all(judged == BLOCK for _, judged, *_ in rounds[:-BLOCK])
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        [2, 1, [0.0] * BLOCK, [1.0] * BLOCK],
+        [0, BLOCK + 1, [0.0] * BLOCK, [1.0] * BLOCK],
+        [0, 1, [0.0] * (BLOCK - 1), [1.0] * BLOCK],
+        [0, 1, [0.0] * BLOCK, [float("nan")] * BLOCK],
+        [0, 1, [None] * BLOCK, [1.0] * BLOCK],
+        ["0", 1, [0.0] * BLOCK, [1.0] * BLOCK],
+    ],
+)
+def test_what_is_no_round_of_the_block_is_told_by_its_line(row, run, result, tmp_path):
+    lines = (run / "rounds.jsonl").read_text().splitlines()
+    text = json.loads(lines[2]) | {"rounds": [row]}
+    (tmp_path / "rounds.jsonl").write_text("\n".join([*lines[:2], json.dumps(text), ""]))
+    with pytest.raises(DataError, match=r"rounds.jsonl, line 3: not the rounds of a text"):
+        RoundFile(tmp_path / "rounds.jsonl", settings_of(run))
+
+
 def test_every_round_keeps_the_entropies_of_its_block(run, result):
     texts = RoundFile(run / "rounds.jsonl", settings_of(run)).texts
     entropies = [entropy for rounds in texts.values() for *_, own in rounds for entropy in own]

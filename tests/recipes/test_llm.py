@@ -275,6 +275,9 @@ def test_a_draft_length(target_folder, bundle_folder, plain):
     assert [output.token_ids for output in long.generate(PROMPTS, GREEDY)] == [
         output.token_ids for output in greedy
     ]
+    whole = LLM(str(target_folder), **options)
+    assert long.policies.fingerprint == whole.policies.fingerprint  # one cost table serves both
+    assert short.policies.fingerprint != whole.policies.fingerprint
     with pytest.raises(ConfigError, match="more than the drafter's block of 2"):
         short.policies.resolve("fixed:3")
     with pytest.raises(ConfigError, match="draft_length is 0; it must be at least 1"):

@@ -10,6 +10,7 @@ from dspark.scheduling.by_confidence import Async, Early, Marginal
 from dspark.scheduling.cost_model import PartCost
 from dspark.scheduling.gate import Gate
 from dspark.scheduling.policies import RoundView
+from dspark.scheduling.throughput import Throughput
 from tests.scheduling.models import curve, linear_model
 
 BLOCK = 4
@@ -250,3 +251,29 @@ def test_a_table_of_one_length_knows_no_other() -> None:
     machine = Machine(Early.gated(MODEL, expected_K=SHORT), lambda r, t: SHORT)
     machine.run((0,), range(100))
     assert set(machine.lengths) <= {0, BLOCK}
+
+
+def test_a_step_is_priced_by_the_length_of_its_draft() -> None:
+    """Throughput after short drafts is not that of whole blocks, nor is the round's curve."""
+    speedups = []
+    for proposed in (1, 4):
+        throughput = Throughput(BY_SLOT)
+        rounds = tuple(
+            RoundRecord(
+                request=r, round=1, proposed=proposed, admitted=1, accepted=1, emitted=2,
+                ended=False,
+            )
+            for r in range(2)
+        )  # fmt: skip
+        record = StepRecord(step=1, batch_tokens=4, prefill_tokens=0, rounds=rounds)
+        throughput.observe(view_of((0, 1), 1), record)
+        speedups.append(throughput.speedup)
+    assert speedups[0] > speedups[1] > 1
+
+    survival_RK = np.tile(GOOD, (2, 1))
+    short, whole = (
+        Early(BY_SLOT).round_sps(replace(view_of((0, 1), 1, survival_RK), draft_length=length))(4)
+        for length in (1, None)
+    )
+    seconds = 1 / whole - 1 / short
+    assert seconds == pytest.approx(0.05 * 2 * 3)

@@ -79,5 +79,21 @@ def test_fused_projections_are_cut_where_the_layer_cuts_them():
     assert not any("qkv" in name or "gate_up" in name for name in layer)
 
 
+def test_the_targets_sharpness_and_the_size_of_its_outputs_are_kept():
+    """Granite divides scores by 1 / 0.3, not by the root of 16, and halves what a block adds."""
+    module = model_of("granite").get_decoder().layers[-1]
+    (layer,) = last_layers(model_of("granite"), 1, no_sample)
+    own = module.state_dict()
+    for name, factor in {"q_proj": 0.3 * 4.0, "k_proj": 1.0, "o_proj": 0.5}.items():
+        key = f"self_attn.{name}.weight"
+        torch.testing.assert_close(layer[key], factor * own[key])
+    torch.testing.assert_close(layer["mlp.down_proj.weight"], 0.5 * own["mlp.down_proj.weight"])
+
+    model = tiny_model("gemma3_text", query_pre_attn_scalar=64)
+    (layer,) = last_layers(model, 1, lambda: SAMPLE)
+    norm = model.get_decoder().layers[-1].self_attn.q_norm.weight
+    torch.testing.assert_close(layer["self_attn.q_norm.weight"], 0.5 * (1.0 + norm.detach()))
+
+
 def test_no_layer_is_no_work():
     assert last_layers(model_of("gemma3_text"), 0, no_sample) == ()

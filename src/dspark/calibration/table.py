@@ -21,6 +21,7 @@ _PER_POSITION = ("ece_before", "ece_temperature_alone", "ece_after")
 _VECTORS = ("temperatures", "offsets", "entropy_weights", "temperatures_alone", "mean_survival")
 FORMAT_VERSION = 3
 """3: entropy weights beside temperatures and offsets."""
+_LONGEST_BLOCK = 4096
 _WITHOUT_ENTROPY = 2
 """The format before: read as weights of 0."""
 
@@ -158,8 +159,10 @@ def _parse(document: Any) -> CalibrationTable:
     if type(version) is not int or version not in (FORMAT_VERSION, _WITHOUT_ENTROPY):
         raise ValueError(f"format_version must be {FORMAT_VERSION} or {_WITHOUT_ENTROPY}")
     block_size, weights = document["block_size"], document["weights_sha256"]
-    if type(block_size) is not int or block_size < 1 or not isinstance(weights, str):
-        raise ValueError("block_size must be a positive integer and weights_sha256 a string")
+    if type(block_size) is not int or not 1 <= block_size <= _LONGEST_BLOCK:
+        raise ValueError(f"block_size must be a whole number in 1..{_LONGEST_BLOCK}")
+    if not isinstance(weights, str):
+        raise ValueError("weights_sha256 must be a string")
     if not isinstance(document["conditions"], list) or not document["conditions"]:
         raise ValueError("conditions must be a list with at least one entry")
     entries: dict[Condition, Entry] = {}

@@ -80,7 +80,8 @@ def calibrate(
     weights_sha256 = file_sha256(bundle.path / WEIGHTS)
     settings = {
         "target": llm.loaded.name, "weights": llm.loaded.weights, "drafter": weights_sha256,
-        "condition": condition.to_json(), "max_new_tokens": sampling.max_new_tokens, "seed": seed,
+        "block_size": bundle.config.block_size, "condition": condition.to_json(),
+        "max_new_tokens": sampling.max_new_tokens, "seed": seed,
     }  # fmt: skip
     with one_process(run) if run is not None else nullcontext():
         file = None if run is None else RoundFile(run / "rounds.jsonl", settings)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from dspark.checkpoints.bundle import Bundle
+from dspark.drafters.lookup import PromptLookup
 from dspark.nn.seams import Drafter
 from dspark.recipes.calibration import expected_survival
 from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
@@ -42,6 +43,8 @@ class Policies:
         self._block_size = None if drafter is None else drafter.block_size
         self._bundle = bundle
         self._draft_length = draft_length
+        whole = PromptLookup().block_size if bundle is None else bundle.config.block_size
+        self._cut_to = None if self._block_size in (None, whole) else self._block_size
         self._graphs = graphs
         self._many_requests = many_requests
         self._probes = probes
@@ -92,7 +95,7 @@ class Policies:
         return fingerprint_of(
             self._loaded,
             None if self._bundle is None else drafter_id(self._bundle.path),
-            block_size=None if self._draft_length is None else self._block_size,
+            block_size=self._cut_to,
             graphs=self._graphs,
             many_requests=self._many_requests,
         )

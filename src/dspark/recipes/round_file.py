@@ -10,6 +10,7 @@ opened again. Anything else that is wrong is an error with the file and line.
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +32,10 @@ class RoundFile:
     """One file of rounds, open for reading and appending by one process."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Opens or creates `path`. DataError if it was written under other settings."""
+        """Opens or creates `path`; `settings` name the "block_size" among others. DataError if it
+        was written under other settings, or holds what no round of such blocks can be."""
         self.path = path
+        self._block_size = settings["block_size"]
         self.texts: dict[TextKey, tuple[RoundRow, ...]] = {}
         self._header = {"format": FORMAT, **settings}
         if path.exists():
@@ -68,7 +71,7 @@ class RoundFile:
                 if number > 1:
                     key = record["file"], record["line"], record["sample"]
                     self.texts[key] = tuple(
-                        (a, j, tuple(logits), tuple(entropies))
+                        _checked(a, j, tuple(logits), tuple(entropies), self._block_size)
                         for a, j, logits, entropies in record["rounds"]
                     )
             except (ValueError, KeyError, TypeError) as error:
@@ -94,3 +97,18 @@ class RoundFile:
                     f"{self.path} was written with {key} {header.get(key)}, not {ours}; "
                     "give another --run folder"
                 )
+
+
+def _checked(
+    accepted: Any, judged: Any, logits: tuple[Any, ...], entropies: tuple[Any, ...], slots: int
+) -> RoundRow:
+    """ValueError for what is no round of a block of `slots`."""
+    counts = [accepted, judged]
+    if not all(type(count) is int for count in counts) or not 0 <= accepted <= judged <= slots:
+        raise ValueError(f"{accepted} of {judged} accepted")
+    for values in (logits, entropies):
+        if len(values) != slots or not all(
+            type(value) in (int, float) and math.isfinite(value) for value in values
+        ):
+            raise ValueError(f"not {slots} finite numbers: {list(values)}")
+    return accepted, judged, logits, entropies

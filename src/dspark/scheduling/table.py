@@ -2,19 +2,21 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark.core.errors import DataError
+from dspark.scheduling.cost import LARGEST_BATCH
 from dspark.scheduling.fit import DraftCell, Fit, StepCell, fit_cost
 
 Fingerprint = dict[str, str]
 """What the numbers depend on: processor, threads, weights, target, drafter, versions."""
 
 _FORMAT = 2
+_LEAST_MS, _MOST_MS = 1e-9, 1e9
+"""What nothing takes: a broken file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,8 @@ def differences(there: Mapping[str, str], here: Mapping[str, str]) -> str:
 
 
 def table_name(fingerprint: Fingerprint) -> str:
-    """A file name that only this fingerprint has."""
-    text = json.dumps(fingerprint, sort_keys=True)
+    """A file name that only this fingerprint has, in this format: older ones are not looked at."""
+    text = json.dumps({"format": str(_FORMAT), **fingerprint}, sort_keys=True)
     return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
@@ -122,14 +124,16 @@ def _rows(document: Mapping[str, Any], key: str, where: str) -> list[Any]:
 
 def _count(row: Mapping[str, Any], key: str, where: str) -> int:
     value = row.get(key)
-    if type(value) is not int or value < 1:
-        raise DataError(f"{where} has {key} {value!r}; it must be a whole number from 1 on")
+    if type(value) is not int or not 1 <= value <= LARGEST_BATCH:
+        raise DataError(
+            f"{where} has {key} {value!r}; it must be a whole number in 1..{LARGEST_BATCH}"
+        )
     return value
 
 
 def _seconds(row: Mapping[str, Any], key: str, where: str) -> float:
     value = row.get(key)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or not number or not 0 < value < math.inf:
+    if value is None or not number or not _LEAST_MS < value < _MOST_MS:
         raise DataError(f"{where} has {key} {value!r}; times must be positive and finite")
     return float(value) / 1000

@@ -27,7 +27,8 @@ def last_layers(
     with norms on both sides of a block (Gemma 2 and 3) has those in front under the usual names;
     those behind, which a draft layer has no place for, are folded into the matrix in front of them
     with the size that its output has on some tokens of text, which `sample` is asked for. Fused
-    projections (Phi-3) are cut.
+    projections (Phi-3) are cut. Where a target's scores are not divided by the root of the head's
+    width (Gemma, Granite), or its blocks' outputs are scaled (Granite), weights hold the factor.
     """
     decoder = model.get_decoder()
     modules = list(decoder.layers)[max(0, len(decoder.layers) - count) :]
@@ -43,8 +44,8 @@ def last_layers(
                 behind = weights.pop(f"{name}.weight") / sizes[module.get_submodule(name)]
                 weights[matrix] = weights[matrix] * behind[:, None]
             weights["post_attention_layernorm.weight"] = weights.pop(f"{_BEFORE_MLP}.weight")
-        layers.append(_split(weights, decoder.config))
-    if layers and hasattr(decoder, "norm"):
+        layers.append(_scaled(_split(weights, decoder.config), module))
+    if layers and getattr(getattr(decoder, "norm", None), "weight", None) is not None:
         layers[-1]["norm.weight"] = _multiplier(decoder.norm)
     return tuple(layers)
 
@@ -64,6 +65,22 @@ def _split(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     if fused is not None:
         gate, up = fused.chunk(2)
         weights |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    return weights
+
+
+def _scaled(weights: dict[str, Tensor], layer: Any) -> dict[str, Tensor]:
+    attention = layer.self_attn
+    scaling, head_dim = getattr(attention, "scaling", None), getattr(attention, "head_dim", None)
+    if scaling is not None and head_dim is not None:
+        name = "self_attn.q_norm.weight"
+        name = name if name in weights else "self_attn.q_proj.weight"
+        factor = scaling * head_dim**0.5
+        if name in weights and abs(factor - 1.0) > 1e-6:
+            weights[name] = weights[name] * factor
+    residual = getattr(layer, "residual_multiplier", 1.0)
+    for name in _SANDWICH.values():
+        if name in weights and residual != 1.0:
+            weights[name] = weights[name] * residual
     return weights
 
 
