@@ -84,7 +84,9 @@ def test_quickstart_has_a_prompt_of_its_own(clone: Clone) -> None:
 def test_test_script_covers_quickstart_and_runs_pytest(clone: Clone) -> None:
     done = clone.run("test.sh", "tests/laws", "-q")
     assert done.returncode == 0, done.stderr
-    assert clone.calls.read_text().splitlines()[-1] == "-m pytest tests/laws -q"
+    assert clone.calls.read_text().splitlines()[-1] == (
+        "-m pytest -n 2 --dist loadfile tests/laws -q"
+    )
     assert any(call.endswith("[dev]") for call in clone.pip_calls())
     clone.run("quickstart.sh")
     assert len(clone.pip_calls()) == 3
