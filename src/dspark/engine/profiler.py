@@ -131,7 +131,7 @@ def profile(
             if length < whole
         ]
         jobs += [_Job(kind, requests, requests, first, 0) for kind in ("plain", "captured")]
-    seconds: dict[_Job, list[StepRecord]] = {job: [] for job in jobs}
+    measured: dict[_Job, list[StepRecord]] = {job: [] for job in jobs}
     order = random.Random(0)
     for number in range(passes(config)):
         order.shuffle(jobs)
@@ -140,9 +140,9 @@ def profile(
             group = plain[job.requests] if job.kind == "plain" else groups[shape]
             record = group.step(job.tokens, draft_length=job.draft_length)
             if number:
-                seconds[job].append(record)
+                measured[job].append(record)
         advance(1, f"pass {number + 1}")
-    return _medians(seconds, config)
+    return _medians(measured, config)
 
 
 def passes(config: ProfileConfig) -> int:
@@ -161,11 +161,11 @@ class _Job(NamedTuple):
     """0: nobody drafts."""
 
 
-def _medians(seconds: dict[_Job, list[StepRecord]], config: ProfileConfig) -> Profile:
+def _medians(measured: dict[_Job, list[StepRecord]], config: ProfileConfig) -> Profile:
     steps = []
     drafts: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     by_kind: dict[str, dict[int, float]] = {"plain": {}, "captured": {}}
-    for job, records in seconds.items():
+    for job, records in measured.items():
         if job.kind == "verify":
             steps.append(
                 StepCell(

@@ -13,6 +13,7 @@ from dspark.core.errors import ConfigError
 from dspark.drafters.captured import CapturedDrafter
 from dspark.drafters.chain import ChainModel
 from dspark.drafters.chain_serving import ChainDrafter
+from dspark.drafters.config import DraftConfig
 from dspark.drafters.dspark import DSparkModel
 from dspark.drafters.fused import LinearFactory, bf16_linear, plain_linear
 from dspark.drafters.lookup import PromptLookup
@@ -52,6 +53,11 @@ def bundle_folder(draft: str | Path | None, target: str | None) -> Path | None:
     return None if draft is None or draft == LOOKUP else Path(draft)
 
 
+def whole_block(config: DraftConfig | None) -> int:
+    """Slots of a drafter that is not cut short; None is prompt lookup."""
+    return PromptLookup().block_size if config is None else config.block_size
+
+
 def check_policies(
     texts: Sequence[str],
     target: str | None,
@@ -72,7 +78,7 @@ def check_policies(
         for text in texts:
             parse_policy(text, block_size=None)
         return
-    whole = PromptLookup().block_size if config is None else config.block_size
+    whole = whole_block(config)
     for text in texts:
         check_form(
             text,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from dspark.checkpoints.bundle import Bundle
-from dspark.drafters.lookup import PromptLookup
 from dspark.nn.seams import Drafter
+from dspark.recipes.bundles import whole_block
 from dspark.recipes.calibration import expected_survival
 from dspark.recipes.cost_tables import drafter_id, find_table, fingerprint_of, why_none
 from dspark.scheduling.cost_model import CostModel
@@ -43,7 +43,7 @@ class Policies:
         self._block_size = None if drafter is None else drafter.block_size
         self._bundle = bundle
         self._draft_length = draft_length
-        whole = PromptLookup().block_size if bundle is None else bundle.config.block_size
+        whole = whole_block(None if bundle is None else bundle.config)
         self._cut_to = None if self._block_size in (None, whole) else self._block_size
         self._graphs = graphs
         self._many_requests = many_requests

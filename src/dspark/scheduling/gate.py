@@ -116,17 +116,8 @@ class Gate:
 
     def draft_length(self, view: RoundView) -> int:
         """How many slots to draft: of the lengths whose cost is known, the one that pays best."""
-        lengths = [k for k in self._cost.lengths if k < view.block_size] + [view.block_size]
         if self._net_K is not None:
-            drafting = sum(item.drafting for item in self._recent.values()) or len(view.requests)
-            worth = self.throughput.rate(view)
-            brought_K = drafting * self._trust * np.cumsum(self._net_K)
-            nets = [
-                float(brought_K[length - 1])
-                - worth * float(self._draft_seconds(view, np.array([drafting]), length)[0])
-                for length in lengths
-            ]
-            self._length = lengths[int(np.argmax(nets))]
+            self._length = self._best_length(view, self._net_K)
         return self._length or view.block_size
 
     def drafted(self, view: RoundView, lengths_R: IntArray) -> None:
@@ -176,7 +167,7 @@ class Gate:
         )
         best = int(np.argmax(gain_K - price_K * np.arange(1, len(gain_K) + 1)))
         self._net_K = np.maximum(self._expected_K - price_K[best], 0.0)
-        self.draft_length(view)
+        self._length = self._best_length(view, self._net_K)
         return _Recent(float(gain_K[best]), best + 1.0)
 
     def _update_slots(self, survival_DK: FloatArray, length: int | None) -> None:
@@ -193,6 +184,18 @@ class Gate:
         mean_K[:length] += (weight_K * (net_K - mean_K))[:length]
         beyond_K = mean_K[length - 1] * _NEXT_SLOT ** np.arange(1, K - length + 1)
         mean_K[length:] += _DRIFT * (beyond_K - mean_K[length:])
+
+    def _best_length(self, view: RoundView, net_K: FloatArray) -> int:
+        lengths = [k for k in self._cost.lengths if k < view.block_size] + [view.block_size]
+        drafting = sum(item.drafting for item in self._recent.values()) or len(view.requests)
+        worth = self.throughput.rate(view)
+        brought_K = drafting * self._trust * np.cumsum(net_K)
+        nets = [
+            float(brought_K[length - 1])
+            - worth * float(self._draft_seconds(view, np.array([drafting]), length)[0])
+            for length in lengths
+        ]
+        return lengths[int(np.argmax(nets))]
 
     def _best(self, view: RoundView, net_R: FloatArray, worth: float) -> BoolArray:
         """The requests whose nets add up to most above what their draft block costs."""

@@ -57,7 +57,8 @@ def _is_sandwich(layer: nn.Module) -> bool:
 def _split(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     fused = weights.pop("self_attn.qkv_proj.weight", None)
     if fused is not None:
-        keys = config.num_key_value_heads * (len(fused) // _heads(config))
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        keys = config.num_key_value_heads * (len(fused) // heads)
         names = ("q_proj", "k_proj", "v_proj")
         parts = fused.split([len(fused) - 2 * keys, keys, keys])
         weights |= {f"self_attn.{n}.weight": t for n, t in zip(names, parts, strict=True)}
@@ -79,14 +80,9 @@ def _scaled(weights: dict[str, Tensor], layer: Any) -> dict[str, Tensor]:
             weights[name] = weights[name] * factor
     residual = getattr(layer, "residual_multiplier", 1.0)
     for name in _SANDWICH.values():
-        if name in weights and residual != 1.0:
+        if name in weights:
             weights[name] = weights[name] * residual
     return weights
-
-
-def _heads(config: Any) -> int:
-    """Of queries, keys and values together."""
-    return int(config.num_attention_heads + 2 * config.num_key_value_heads)
 
 
 def _multiplier(norm: Any) -> Tensor:
